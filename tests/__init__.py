@@ -1,0 +1,1 @@
+"""Tests; a package, so that spawned ranks can import what they run."""
