@@ -1,0 +1,88 @@
+"""Batches that every machine has: the bytes of Python's own standard library, and random values for any model.
+
+A batch is a pure function of (seed, step), so every rank of every plan can make the global batch and take its part.
+"""
+
+import functools
+import sysconfig
+from collections.abc import Mapping
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from planner.errors import ModelError
+
+TEXT_VOCABULARY = 256  # bytes
+
+Batch = dict[str, Tensor] | tuple[Tensor, ...]
+
+
+@functools.cache
+def _corpus() -> np.ndarray[tuple[int], np.dtype[np.uint8]]:
+    """The bytes of the standard library's top-level modules, in the order of their names."""
+    files = sorted(Path(sysconfig.get_path("stdlib")).glob("*.py"), key=lambda path: path.name)
+    if not files:
+        raise ModelError("this Python has no sources of its standard library to train on; give data of your own")
+    return np.frombuffer(b"\n".join(path.read_bytes() for path in files), dtype=np.uint8)
+
+
+def _generator(seed: int, step: int, purpose: int) -> np.random.Generator:
+    return np.random.default_rng([seed % 2**64, step, purpose])
+
+
+def text_batch(step: int, global_batch: int, sequence_length: int, seed: int) -> dict[str, Tensor]:
+    """`input_ids` and `labels` [global_batch, sequence_length], int64: bytes of real text and the byte after each."""
+    corpus = _corpus()
+    starts = _generator(seed, step, 0).integers(0, len(corpus) - sequence_length, size=global_batch)
+    rows = torch.from_numpy(corpus[starts[:, None] + np.arange(sequence_length + 1)].astype(np.int64))
+    return {"input_ids": rows[:, :-1].contiguous(), "labels": rows[:, 1:].contiguous()}
+
+
+def random_batch(
+    example: Mapping[str, Tensor] | tuple[Tensor, ...],
+    *,
+    global_batch: int,
+    seed: int,
+    step: int,
+    vocabulary: int = 2,
+) -> Batch:
+    """A batch like `example` with `global_batch` samples: same keys, dtypes and other dims, on the CPU.
+
+    Integers lie between the smallest and the largest of the example's (where it is on `meta`, below `vocabulary`);
+    where the example holds negative ones, such as labels to ignore, its own values are drawn again. Floats are normal.
+    A tensor whose first dim is not the batch, which is that of the first tensor, is taken over as it is.
+
+    Raises:
+        ModelError: the example has no batch dim.
+    """
+    names = list(example) if isinstance(example, Mapping) else None
+    tensors = list(example.values()) if isinstance(example, Mapping) else list(example)
+    if not tensors or tensors[0].ndim == 0:
+        raise ModelError("the example batch's first tensor has no batch dim; put the batch on its dim 0")
+    batch = tensors[0].shape[0]
+    generator = _generator(seed, step, 1)
+    values = [
+        _random_like(tensor, global_batch, generator, vocabulary)
+        if tensor.ndim and tensor.shape[0] == batch
+        else tensor.detach().cpu()
+        for tensor in tensors
+    ]
+    return tuple(values) if names is None else dict(zip(names, values, strict=True))
+
+
+def _random_like(example: Tensor, global_batch: int, generator: np.random.Generator, vocabulary: int) -> Tensor:
+    shape = (global_batch, *example.shape[1:])
+    if example.is_floating_point():
+        return torch.from_numpy(generator.standard_normal(shape)).to(example.dtype)
+    if example.is_meta:
+        return torch.from_numpy(generator.integers(0, vocabulary, size=shape)).to(example.dtype)
+    known = example.detach().cpu().flatten()
+    if known.numel() == 0:
+        return torch.zeros(shape, dtype=example.dtype)
+    if example.dtype == torch.bool or int(known.min()) < 0:
+        drawn = torch.from_numpy(generator.integers(0, known.numel(), size=int(np.prod(shape))))
+        return known[drawn].reshape(shape)
+    low, high = int(known.min()), int(known.max())
+    return torch.from_numpy(generator.integers(low, high, size=shape, endpoint=True)).to(example.dtype)
