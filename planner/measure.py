@@ -1,0 +1,676 @@
+"""The cluster called `local`: this machine's CUDA devices, else its cores as processes on gloo.
+
+CPU numbers are measured with all processes busy at once, as in training, because they share
+memory bandwidth. The result is a plain `Cluster` without clock or host name; it is kept in the
+user's cache directory, so that later plans for this machine start from the same numbers.
+"""
+
+import contextlib
+import dataclasses
+import hashlib
+import json
+import logging
+import math
+import os
+import queue
+import statistics
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from datetime import timedelta
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from planner.cluster import Cluster, Curve, Device, Link, all_devices, device_named, link_named
+from planner.errors import ClusterError
+
+_log = logging.getLogger(__name__)
+
+_FORMAT = 1  # changes with the meaning of a cached number
+_MAX_PROCESSES = 16
+_TIMEOUT_SECONDS = 90.0
+_STEPS = ("start", "matmul", "memory", "dispatch", "attention", "convolution", "gloo", "wrapper")
+_SOURCE = "measured here with all processes busy"
+
+Progress = Callable[[float, str], None]
+
+
+def local_cluster(
+    *,
+    num_processes: int | None = None,
+    use_cache: bool = True,
+    progress: Progress | None = None,
+) -> Cluster:
+    """This machine as one node: its CUDA devices if it has any, else one CPU process per core.
+
+    Measuring the CPU takes less than 20 seconds, once: the result is cached under
+    `$XDG_CACHE_HOME/autoplan` (or `~/.cache/autoplan`) unless AUTOPLAN_CACHE=off. `progress` is
+    told the done fraction and what is being measured.
+
+    Raises:
+        ClusterError: there are fewer devices than `num_processes`, or a measurement failed.
+    """
+    if num_processes is not None and num_processes < 1:
+        raise ClusterError(f"the number of processes must be at least 1, got {num_processes}")
+    if torch.cuda.is_available():
+        return _cuda_cluster(num_processes)
+    count = num_processes or min(num_cores(), _MAX_PROCESSES)
+    path = _cache_path(count) if use_cache and _cache_is_on() else None
+    if path is not None and path.exists():
+        try:
+            return Cluster.load(str(path))
+        except ClusterError:
+            _log.warning("the cached measurement %s is unreadable: measuring again", path)
+    cluster = _cpu_cluster(count, _measure_cpu(count, progress or (lambda fraction, text: None)))
+    if path is not None:
+        _write(path, cluster.to_json())
+    return cluster
+
+
+def num_cores() -> int:
+    """Cores that this process may use: its affinity, or less if its control group says so."""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    with contextlib.suppress(OSError, ValueError):
+        quota, period = Path("/sys/fs/cgroup/cpu.max").read_text(encoding="ascii").split()
+        cores = min(cores or 1, max(1, int(quota) // int(period)))  # "max" has no limit
+    return max(1, cores or 1)
+
+
+def available_bytes() -> int:
+    """Host memory that can be had now without swapping, or less if a control group says so."""
+    available = 0
+    with contextlib.suppress(OSError):
+        for line in Path("/proc/meminfo").read_text(encoding="ascii").splitlines():
+            if line.startswith("MemAvailable:"):
+                available = int(line.split()[1]) * 1024
+    if not available:
+        available = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    with contextlib.suppress(OSError, ValueError):
+        group = Path("/sys/fs/cgroup")
+        limit = int((group / "memory.max").read_text(encoding="ascii"))  # "max" has no limit
+        used = int((group / "memory.current").read_text(encoding="ascii"))
+        available = min(available, max(0, limit - used))
+    return available
+
+
+def _cuda_cluster(num_processes: int | None) -> Cluster:
+    count = torch.cuda.device_count()
+    if num_processes is not None and num_processes > count:
+        raise ClusterError(f"{num_processes} processes need a CUDA device each, there are {count}")
+    count = num_processes or count
+    properties = torch.cuda.get_device_properties(0)
+    names = {torch.cuda.get_device_name(index) for index in range(count)}
+    if len(names) > 1:
+        raise ClusterError(
+            f"the CUDA devices differ ({', '.join(sorted(names))}); hide all but equal ones with CUDA_VISIBLE_DEVICES"
+        )
+    memory = min(torch.cuda.get_device_properties(index).total_memory for index in range(count))
+    try:
+        device = device_named(properties.name)
+    except ClusterError:
+        device = _unknown_cuda_device(properties.name, f"{properties.major}.{properties.minor}")
+    device = dataclasses.replace(
+        device,
+        memory_bytes=memory,
+        source={**device.source, "memory_bytes": "torch.cuda.get_device_properties here"},
+    )
+    return Cluster(
+        name="local",
+        device=device,
+        num_nodes=1,
+        devices_per_node=count,
+        nics_per_node=1,
+        intra_node_link=link_named(device.intra_node_link),
+        inter_node_link=link_named(device.inter_node_link),
+        source={"*": "the CUDA devices of this machine; links by the device's file"},
+    )
+
+
+def _unknown_cuda_device(name: str, capability: str) -> Device:
+    """A device without a file: measured matmul and copy rates, the rest as the nearest file's."""
+    known = [device for device in all_devices() if device.compute_capability <= capability]
+    near = max(known or all_devices(), key=lambda device: device.compute_capability)
+    peaks = {}
+    for dtype in ("float16", "bfloat16", "float32", "float64"):
+        if dtype == "bfloat16" and float(capability) < 8.0:
+            continue
+        left = torch.randn(4096, 4096, device="cuda", dtype=getattr(torch, dtype))
+        seconds = _cuda_seconds(lambda left=left: torch.mm(left, left))  # type: ignore[misc]
+        peaks[dtype] = 2 * 4096**3 / seconds / near.efficiency["matmul"].at(2 * 4096**3)
+    data = torch.empty(1 << 28, dtype=torch.uint8, device="cuda")
+    copy = 2 * data.numel() / _cuda_seconds(lambda: data.clone())
+    return dataclasses.replace(
+        near,
+        name=name,
+        aliases=(),
+        cuda_names=(name,),
+        compute_capability=capability,
+        peak_flop_per_second=peaks,
+        memory_bytes_per_second=copy / near.efficiency["memory"].at(1e9),
+        source={
+            **near.source,
+            "*": f"as {near.name}",
+            "peak_flop_per_second": "measured here, 4096 cubed",
+            "memory_bytes_per_second": "measured here, a copy of 256 MiB",
+        },
+    )
+
+
+def _cuda_seconds(work: Callable[[], object], repeats: int = 20) -> float:
+    for _ in range(3):
+        work()
+    torch.cuda.synchronize()
+    start = time.perf_counter()
+    for _ in range(repeats):
+        work()
+    torch.cuda.synchronize()
+    return (time.perf_counter() - start) / repeats
+
+
+def _cpu_cluster(num_processes: int, ranks: Sequence[Mapping[str, object]]) -> Cluster:
+    """The cluster that the ranks' measurements describe; the slowest rank counts everywhere."""
+    slowest = {key: _slowest([rank[key] for rank in ranks]) for key in sorted(ranks[0]) if key != "resident_bytes"}
+    matmul = _rates(slowest["matmul_float32"])
+    copies = _rates(slowest["memory"])
+    peak = max(rate for _, rate in matmul)
+    bandwidth = max(rate for _, rate in copies)
+    peaks = {"float32": peak}
+    for dtype in ("float64", "bfloat16"):
+        rate = max(rate for _, rate in _rates(slowest[f"matmul_{dtype}"]))
+        if dtype == "float64" or rate > peak:
+            peaks[dtype] = rate
+    kinds = ("attention_forward", "attention_backward", "convolution")
+    efficiency = {kind: _curve(_rates(slowest[kind]), peak) for kind in kinds}
+    gloo = _gloo_link(num_processes, slowest)
+    device = Device(
+        name="cpu",
+        kind="cpu",
+        compute_capability="none",
+        memory_bytes=available_bytes() // num_processes,
+        context_bytes=int(max(float(str(rank["resident_bytes"])) for rank in ranks)),
+        communicator_bytes=0,
+        allocator_slack_fraction=0.05,
+        memory_bytes_per_second=bandwidth,
+        host_bytes_per_second=copies[-1][1],
+        peak_flop_per_second={key: _rounded(value) for key, value in peaks.items()},
+        efficiency={
+            **efficiency,
+            "matmul": _curve(matmul, peak),
+            "memory": _curve(copies, bandwidth),
+        },
+        kernel_launch_seconds=0.0,
+        dispatch_seconds=_rounded(slowest["dispatch"][0][1]),
+        wrapper_seconds=_rounded(_wrapper_seconds(slowest, gloo, num_processes)),
+        synchronous_dispatch=True,
+        # The ranks have one core each: what gloo's threads take is taken from computing.
+        overlap_slowdown={"gloo": 2.0},
+        devices_per_node=num_processes,
+        nics_per_node=1,
+        intra_node_link="gloo",
+        inter_node_link="gloo",
+        source={
+            "*": _SOURCE,
+            "memory_bytes": "host memory available when measured, divided by the processes",
+            "context_bytes": "resident memory of a process after importing torch",
+            "communicator_bytes": "gloo keeps no buffers of lasting size",
+            "allocator_slack_fraction": "estimate: fragments of the C library's allocator",
+            "kernel_launch_seconds": "none: an operation's fixed cost is its dispatch",
+            "overlap_slowdown": "one core per process: communication takes it from computing",
+        },
+    )
+    return Cluster(
+        name="local",
+        device=device,
+        num_nodes=1,
+        devices_per_node=num_processes,
+        nics_per_node=1,
+        intra_node_link=gloo,
+        inter_node_link=gloo,
+        source={"*": "this machine: one process per core, one thread each, gloo between them"},
+    )
+
+
+def _slowest(ranks: Sequence[object]) -> list[tuple[float, float]]:
+    """[(size, seconds)] of the slowest rank at each size."""
+    rows = [row for row in ranks if isinstance(row, list)]
+    return [(float(same[0][0]), max(float(seconds) for _, seconds in same)) for same in zip(*rows, strict=True)]
+
+
+def _rates(rows: Sequence[tuple[float, float]]) -> list[tuple[float, float]]:
+    """[(size, size per second)] of seconds that do not fall with size.
+
+    Noise only ever adds time, so a size that took longer than a larger one gets the larger one's.
+    """
+    result, least = [], math.inf
+    for size, seconds in reversed(rows):
+        least = min(least, max(seconds, 1e-9))
+        result.append((size, _rounded(size / least)))
+    return result[::-1]
+
+
+def _curve(rates: Sequence[tuple[float, float]], peak: float) -> Curve:
+    points: list[tuple[float, float]] = []
+    for size, rate in rates:
+        fraction = _rounded(max(1e-9, min(1.0, rate / peak)))
+        if points:
+            fraction = min(fraction, points[-1][1] * size / points[-1][0])
+        points.append((size, fraction))
+    return Curve(points=tuple(points))
+
+
+def _gloo_link(num_processes: int, slowest: Mapping[str, list[tuple[float, float]]]) -> Link:
+    """A link that gives the measured seconds back by the formulas of `planner.collectives`."""
+    if num_processes == 1:
+        return link_named("gloo")
+    steps = {"all_reduce": 2 * (num_processes - 1), "send_recv": 1}
+    # Half of the least time belongs to the call, half to its steps: one group size cannot tell.
+    least = min(slowest["send_recv"][0][1], slowest["all_reduce"][0][1])
+    launch = _rounded(least / 2)
+    latency = _rounded(least / 2 / steps["all_reduce"])
+    sent_rates = {}
+    for collective in ("all_reduce", "all_gather", "reduce_scatter", "send_recv"):
+        share = (num_processes - 1) / num_processes
+        share = {"all_reduce": 2 * share, "send_recv": 1.0}.get(collective, share)
+        fixed = launch + steps.get(collective, num_processes - 1) * latency
+        sent_rates[collective] = _rates(
+            [(size * share, max(seconds - fixed, seconds / 10)) for size, seconds in slowest[collective]]
+        )
+    peak = max(rate for rates in sent_rates.values() for _, rate in rates)
+    curves = {name: _curve(rates, peak) for name, rates in sent_rates.items()}
+    return Link(
+        name="gloo-local",
+        kind="gloo",
+        bytes_per_second=peak,
+        latency_seconds=latency,
+        launch_seconds=launch,
+        efficiency={**curves, "any": curves["all_gather"]},
+        source={"*": _SOURCE},
+    )
+
+
+def _wrapper_seconds(slowest: Mapping[str, list[tuple[float, float]]], gloo: Link, num_processes: int) -> float:
+    """Python's share of fully_shard, per block and pass: what its collectives do not explain."""
+    if num_processes == 1:
+        return 0.0
+    small = {name: slowest[name][0][1] for name in ("all_gather", "reduce_scatter")}
+    # Forward and backward each gather, backward also scatters; two passes.
+    collectives = 2 * small["all_gather"] + small["reduce_scatter"]
+    return max((slowest["wrapper"][0][1] - collectives) / 2, gloo.launch_seconds / 10)
+
+
+def _rounded(value: float) -> float:
+    """Four significant digits: more would be noise."""
+    return float(f"{value:.4g}")
+
+
+def _measure_cpu(num_processes: int, progress: Progress) -> list[Mapping[str, object]]:
+    """What each rank measured. No process outlives this call, and it never waits for ever."""
+    results: dict[int, Mapping[str, object]] = {}
+    messages: queue.Queue[tuple[int, str]] = queue.Queue()
+    with tempfile.TemporaryDirectory(prefix="autoplan-") as folder:
+        workers = [_start(rank, num_processes, folder) for rank in range(num_processes)]
+        for rank, worker in enumerate(workers):
+            threading.Thread(target=_forward, args=(rank, worker, messages), daemon=True).start()
+        try:
+            deadline = time.monotonic() + _TIMEOUT_SECONDS
+            while len(results) < num_processes:
+                try:
+                    left = max(0.0, deadline - time.monotonic())
+                    rank, line = messages.get(timeout=left)
+                except queue.Empty:
+                    raise ClusterError(
+                        f"measuring this machine took more than {_TIMEOUT_SECONDS:.0f} s; "
+                        "is it very busy? give a cluster file instead of 'local'"
+                    ) from None
+                if not line:
+                    if rank not in results:
+                        raise ClusterError(f"measuring this machine failed: {_last_line(folder, rank)}")
+                elif line.startswith("{"):
+                    results[rank] = json.loads(line)
+                elif rank == 0 and line in _STEPS:
+                    progress(_STEPS.index(line) / len(_STEPS), line)
+        finally:
+            _stop(workers)
+    progress(1.0, "done")
+    return [results[rank] for rank in range(num_processes)]
+
+
+def _start(rank: int, num_processes: int, folder: str) -> subprocess.Popen[str]:
+    """A worker process. Not multiprocessing: that would run an unguarded user script again."""
+    package = str(Path(__file__).resolve().parents[1])
+    paths = [package, *filter(None, [os.environ.get("PYTHONPATH")])]
+    code = f"from planner.measure import _work; _work({rank}, {num_processes}, {folder!r})"
+    with (Path(folder) / f"errors-{rank}").open("w", encoding="utf-8") as errors:
+        return subprocess.Popen(
+            [sys.executable, "-c", code],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=errors,
+            text=True,
+            env={
+                **os.environ,
+                "PYTHONPATH": os.pathsep.join(paths),
+                "OMP_NUM_THREADS": "1",
+                "MKL_NUM_THREADS": "1",
+                "CUDA_VISIBLE_DEVICES": "",
+            },
+        )
+
+
+def _forward(rank: int, worker: subprocess.Popen[str], messages: queue.Queue[tuple[int, str]]) -> None:
+    if worker.stdout is not None:
+        with worker.stdout as lines:
+            for line in lines:
+                messages.put((rank, line.strip() or " "))
+    messages.put((rank, ""))
+
+
+def _stop(workers: Sequence[subprocess.Popen[str]]) -> None:
+    """Ask by closing their input (a worker whose parent dies ends the same way), then kill."""
+    for worker in workers:
+        if worker.stdin is not None:
+            with contextlib.suppress(OSError):
+                worker.stdin.close()
+    for worker in workers:
+        try:
+            worker.wait(timeout=1)
+        except subprocess.TimeoutExpired:
+            worker.kill()
+            worker.wait()
+
+
+def _last_line(folder: str, rank: int) -> str:
+    path = Path(folder) / f"errors-{rank}"
+    lines = path.read_text(encoding="utf-8", errors="replace").strip().splitlines()
+    return lines[-1] if lines else f"process {rank} ended without a word"
+
+
+def _work(rank: int, num_processes: int, folder: str) -> None:
+    """Measure as one of several ranks and print the result: the body of a worker process."""
+    threading.Thread(target=_end_with_parent, daemon=True).start()
+    torch.set_num_threads(1)
+    torch.manual_seed(0)
+    resident = _resident_bytes()
+    dist.init_process_group(
+        "gloo",
+        init_method=f"file://{folder}/store",
+        rank=rank,
+        world_size=num_processes,
+        timeout=timedelta(seconds=60),
+    )
+    result: dict[str, object] = {"resident_bytes": resident}
+    _say("start")
+    _say("matmul")
+    for dtype, sizes in (
+        (torch.float32, (16, 32, 64, 128, 256, 512)),
+        (torch.float64, (256, 512)),
+        (torch.bfloat16, (256, 512)),
+    ):
+        result[f"matmul_{str(dtype).removeprefix('torch.')}"] = _matmul_rows(dtype, sizes)
+    _say("memory")
+    result["memory"] = _copy_rows()
+    _say("dispatch")
+    result["dispatch"] = [(1, _dispatch_seconds())]
+    _say("attention")
+    result.update(_attention_rows())
+    _say("convolution")
+    result["convolution"] = _convolution_rows()
+    if num_processes > 1:
+        _say("gloo")
+        result.update(_collective_rows(rank, num_processes))
+        _say("wrapper")
+        result["wrapper"] = [(1, _fully_shard_seconds(num_processes))]
+    dist.barrier()
+    _say(json.dumps(result))
+    dist.destroy_process_group()
+
+
+def _say(line: str) -> None:
+    sys.stdout.write(line + "\n")
+    sys.stdout.flush()
+
+
+def _end_with_parent() -> None:
+    """End when the parent closes our input, or dies."""
+    # os.read: sys.stdin.read would hold a lock that the interpreter wants at its end.
+    while os.read(0, 1):
+        pass
+    os._exit(1)
+
+
+def _resident_bytes() -> int:
+    with contextlib.suppress(OSError):
+        pages = Path("/proc/self/statm").read_text(encoding="ascii").split()[1]
+        return int(pages) * os.sysconf("SC_PAGE_SIZE")
+    return 300_000_000
+
+
+def _work_seconds(work: Callable[[], object], budget_seconds: float = 0.1) -> float:
+    """Typical seconds of `work`, begun by all ranks at once, repeated for the time given."""
+    work()
+    work()
+    dist.barrier()
+    times: list[float] = []
+    end = time.perf_counter() + budget_seconds
+    while len(times) < 5 or (time.perf_counter() < end and len(times) < 1000):
+        start = time.perf_counter()
+        work()
+        times.append(time.perf_counter() - start)
+    return _typical(times)
+
+
+def _typical(times: Sequence[float]) -> float:
+    """The lower quartile: the ranks disturb each other all the time, other programs now and then."""
+    return statistics.quantiles(times, n=4, method="inclusive")[0]
+
+
+def _matmul_rows(dtype: torch.dtype, sizes: Sequence[int]) -> list[tuple[float, float]]:
+    rows = []
+    call = _call_seconds(dtype)
+    for size in sizes:
+        left, right = (torch.randn(size, size).to(dtype) for _ in range(2))
+        out = torch.empty(size, size, dtype=dtype)
+        seconds = _repeated_seconds(
+            lambda left=left, right=right, out=out: torch.mm(left, right, out=out),  # type: ignore[misc]
+            repeats=max(1, 10**7 // size**3),
+        )
+        rows.append((2.0 * size**3, _less_call(seconds, call)))
+    return rows
+
+
+def _call_seconds(dtype: torch.dtype) -> float:
+    """Seconds of calling an operation on next to no data: it is priced as dispatch, not as work."""
+    data, out = torch.ones(1, 1, dtype=dtype), torch.zeros(1, 1, dtype=dtype)
+    return _repeated_seconds(lambda: torch.mm(data, data, out=out), repeats=1000)
+
+
+def _less_call(seconds: float, call_seconds: float) -> float:
+    return max(seconds - call_seconds, 0.1 * seconds)
+
+
+def _repeated_seconds(work: Callable[[], object], repeats: int) -> float:
+    """Seconds of one `work`; small ones are timed in rows, so that the clock does not count."""
+
+    def row() -> None:
+        for _ in range(repeats):
+            work()
+
+    return _work_seconds(row) / repeats
+
+
+def _copy_rows() -> list[tuple[float, float]]:
+    """Bytes read plus written, and seconds, from the first cache to main memory."""
+    rows = []
+    call = _call_seconds(torch.float32)
+    for size in (1 << 14, 1 << 17, 1 << 20, 1 << 23, 1 << 26):
+        left, right = torch.ones(size // 8), torch.zeros(size // 8)
+        seconds = _repeated_seconds(
+            lambda left=left, right=right: torch.add(left, 1.0, out=right),  # type: ignore[misc]
+            repeats=max(1, (1 << 19) // size),
+        )
+        rows.append((float(size), _less_call(seconds, call)))
+    return rows
+
+
+def _dispatch_seconds() -> float:
+    """CPU seconds of one small operation, the mean of forward with recording and backward."""
+    length = 100
+    start = torch.ones(4, requires_grad=True)
+
+    def work() -> None:
+        value = start
+        for _ in range(length):
+            value = value * 1.0001
+        value.sum().backward()  # type: ignore[no-untyped-call]
+        start.grad = None
+
+    return _work_seconds(work, 0.3) / (2 * length + 3)
+
+
+def _attention_rows() -> dict[str, object]:
+    forward_rows, backward_rows = [], []
+    for length in (64, 256):
+        query = torch.randn(1, 4, length, 64, requires_grad=True)
+        attention = torch.nn.functional.scaled_dot_product_attention
+        flop = 4.0 * 4 * length**2 * 64
+
+        def forward(
+            query: torch.Tensor = query,
+            attention: Callable[..., torch.Tensor] = attention,
+        ) -> torch.Tensor:
+            return attention(query, query, query, is_causal=False)
+
+        def both(query: torch.Tensor = query, forward: Callable[[], torch.Tensor] = forward) -> None:
+            forward().sum().backward()  # type: ignore[no-untyped-call]
+            query.grad = None
+
+        seconds = _work_seconds(forward)
+        forward_rows.append((flop, seconds))
+        backward_rows.append((2.5 * flop, max(_work_seconds(both) - seconds, seconds / 2)))
+    return {"attention_forward": forward_rows, "attention_backward": backward_rows}
+
+
+def _convolution_rows() -> list[tuple[float, float]]:
+    rows = []
+    for channels, width in ((16, 16), (64, 32)):
+        data = torch.randn(4, channels, width, width)
+        weight = torch.randn(channels, channels, 3, 3)
+        seconds = _work_seconds(
+            lambda data=data, weight=weight: torch.nn.functional.conv2d(data, weight, padding=1)  # type: ignore[misc]
+        )
+        rows.append((2.0 * 9 * 4 * channels**2 * width**2, seconds))
+    return rows
+
+
+def _collective_rows(rank: int, num_processes: int) -> dict[str, object]:
+    rows: dict[str, list[tuple[float, float]]] = {
+        name: [] for name in ("all_reduce", "all_gather", "reduce_scatter", "send_recv")
+    }
+    for size in (1 << 12, 1 << 16, 1 << 20, 1 << 23, 1 << 25):
+        count = size // 4 // num_processes * num_processes
+        whole, part = torch.ones(count), torch.ones(count // num_processes)
+        budget = 0.05 if size < 1 << 23 else 0.15
+        works: dict[str, Callable[[], object]] = {
+            "all_reduce": lambda whole=whole: dist.all_reduce(whole),  # type: ignore[misc]
+            "all_gather": lambda whole=whole, part=part: dist.all_gather_into_tensor(whole, part),  # type: ignore[misc]
+            "reduce_scatter": lambda whole=whole, part=part: dist.reduce_scatter_tensor(part, whole),  # type: ignore[misc]
+            "send_recv": lambda whole=whole: _pass_round(whole, rank, num_processes),  # type: ignore[misc]
+        }
+        for name, work in works.items():
+            # All ranks must call as often: rank 0's clock decides beforehand.
+            repeats = torch.tensor([_repeats(work, budget)])
+            dist.broadcast(repeats, 0)
+            dist.barrier()
+            times = []
+            for _ in range(int(repeats)):
+                start = time.perf_counter()
+                work()
+                times.append(time.perf_counter() - start)
+            whole.fill_(1.0)
+            rows[name].append((count * 4.0, _typical(times)))
+    return dict(rows)
+
+
+def _repeats(work: Callable[[], object], budget_seconds: float) -> int:
+    work()
+    start = time.perf_counter()
+    work()
+    seconds = time.perf_counter() - start
+    return max(3, min(200, math.ceil(budget_seconds / max(seconds, 1e-6))))
+
+
+def _pass_round(data: torch.Tensor, rank: int, num_processes: int) -> None:
+    """Send to the next rank while receiving from the one before."""
+    received = torch.empty_like(data)
+    operations = [
+        dist.P2POp(dist.isend, data, (rank + 1) % num_processes),
+        dist.P2POp(dist.irecv, received, (rank - 1) % num_processes),
+    ]
+    for pending in dist.batch_isend_irecv(operations):
+        pending.wait()
+
+
+def _fully_shard_seconds(num_processes: int) -> float:
+    """Seconds that fully_shard adds to one small block's forward and backward, with collectives."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+
+    num_blocks, width = 4, 32
+    mesh = init_device_mesh("cpu", (num_processes,))
+    data = torch.ones(2, width)
+
+    def seconds(model: nn.Module) -> float:
+        times = []
+        for _ in range(8):
+            start = time.perf_counter()
+            model(data).sum().backward()
+            times.append(time.perf_counter() - start)
+            model.zero_grad()
+        return _typical(times[2:])
+
+    blocks = [nn.Linear(width, width) for _ in range(num_blocks)]
+    plain = seconds(nn.Sequential(*blocks))
+    for block in blocks:
+        fully_shard(block, mesh=mesh)
+    wrapped = nn.Sequential(*blocks)
+    fully_shard(wrapped, mesh=mesh)
+    return max(seconds(wrapped) - plain, 0.0) / num_blocks
+
+
+def _cache_is_on() -> bool:
+    return os.environ.get("AUTOPLAN_CACHE", "").lower() not in ("off", "0", "no")
+
+
+def _cache_path(num_processes: int) -> Path:
+    """Where this machine's measurement lies; another CPU or torch version has another file."""
+    home = os.environ.get("XDG_CACHE_HOME")
+    folder = Path(home) if home else Path.home() / ".cache"
+    key = json.dumps([_FORMAT, _cpu_model(), num_cores(), num_processes, torch.__version__])
+    return folder / "autoplan" / f"local-{hashlib.sha256(key.encode()).hexdigest()[:16]}.json"
+
+
+def _cpu_model() -> str:
+    with contextlib.suppress(OSError):
+        for line in Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines():
+            if line.startswith(("model name", "CPU part")):
+                return line.split(":", 1)[1].strip()
+    return os.uname().machine
+
+
+def _write(path: Path, text: str) -> None:
+    """Write in one step: a reader sees the old file or the new one. A full disk is no error."""
+    temporary = path.with_name(f"{path.name}.{os.getpid()}.tmp")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        temporary.write_text(text, encoding="utf-8")
+        temporary.replace(path)
+    except OSError as error:
+        _log.warning("cannot keep the measurement in %s: %s", path, error)
+        with contextlib.suppress(OSError):
+            temporary.unlink()
