@@ -1,0 +1,333 @@
+"""The model as data: one flat graph of ATen operators, cut into blocks. Complete and free of torch.
+
+`trace` makes it, the runtime builds executable modules from it, everything between reads it.
+Sizes and integer constants that scale with the micro-batch are `Batch`, so that one trace serves
+every micro-batch size.
+"""
+
+import hashlib
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Literal
+
+DTYPE_BYTES = {
+    "float64": 8, "float32": 4, "float16": 2, "bfloat16": 2, "complex64": 8, "complex128": 16,
+    "int64": 8, "int32": 4, "int16": 2, "int8": 1, "uint8": 1, "bool": 1,
+}  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class Affine:
+    """A quantity that grows with the micro-batch: `fixed + per_sample * micro_batch`."""
+
+    fixed: float = 0.0
+    per_sample: float = 0.0
+
+    def at(self, micro_batch: int) -> float:
+        """Its value for `micro_batch` samples.
+
+        >>> Affine(10.0, 2.0).at(3)
+        16.0
+        """
+        return self.fixed + self.per_sample * micro_batch
+
+    def __add__(self, other: "Affine") -> "Affine":
+        return Affine(self.fixed + other.fixed, self.per_sample + other.per_sample)
+
+
+@dataclass(frozen=True, slots=True)
+class Batch:
+    """A size, or an integer constant, equal to `per_sample` times the micro-batch."""
+
+    per_sample: int
+
+
+Size = int | Batch
+
+
+@dataclass(frozen=True, slots=True)
+class Ref:
+    """An operand: the tensor with this index in `Graph.tensors`."""
+
+    tensor: int
+
+
+@dataclass(frozen=True, slots=True)
+class Symbol:
+    """A torch object by name: `Symbol("dtype", "float32")`. A device is always the rank's own."""
+
+    kind: Literal["dtype", "device", "layout", "memory_format"]
+    name: str
+
+
+Arg = None | bool | int | float | str | Ref | Batch | Symbol | tuple["Arg", ...]
+TensorKind = Literal["parameter", "buffer", "constant", "input", "activation"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Tensor:
+    """One tensor of the graph. Parameters are named as in `named_parameters()` of the model.
+
+    An input is named by its place in the batch (`input_ids`, or `0` for the first argument).
+    `value` holds the bytes of a constant that was made in `__init__` or in forward.
+    """
+
+    name: str
+    shape: tuple[Size, ...]
+    dtype: str
+    kind: TensorKind
+    requires_grad: bool = False
+    value: bytes | None = None
+
+    @property
+    def num_elements(self) -> Affine:
+        """Elements as a function of the micro-batch (a tensor has at most one batch dim)."""
+        count, batched = 1, False
+        for size in self.shape:
+            batched |= isinstance(size, Batch)
+            count *= size.per_sample if isinstance(size, Batch) else size
+        return Affine(0.0, count) if batched else Affine(count)
+
+    @property
+    def num_bytes(self) -> Affine:
+        """Bytes as a function of the micro-batch."""
+        elements, width = self.num_elements, DTYPE_BYTES[self.dtype]
+        return Affine(elements.fixed * width, elements.per_sample * width)
+
+    @property
+    def is_batched(self) -> bool:
+        """Whether one of its dims is the batch."""
+        return any(isinstance(size, Batch) for size in self.shape)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Node:
+    """One call of an operator, `aten.linear.default` or another `namespace.name.overload`.
+
+    `outputs` are tensor indices; an operator that returns a list has `returns_list` set and `None`
+    where a returned item is no tensor or is not used. `mutates` are the tensors written in place
+    (a batch norm writes its running statistics although its schema does not say so); `aliases` are
+    operands whose storage the outputs may share (views and in-place writes).
+    `path` is the chain of module calls, outermost first; `source` the user's `file:line`.
+    """
+
+    name: str
+    op: str
+    args: tuple[Arg, ...]
+    kwargs: tuple[tuple[str, Arg], ...] = ()
+    outputs: tuple[int | None, ...]
+    returns_list: bool = False
+    mutates: tuple[int, ...] = ()
+    aliases: tuple[int, ...] = ()
+    is_random: bool = False
+    path: tuple[str, ...] = ()
+    source: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Kernel:
+    """One launched kernel of a block: what the roofline prices.
+
+    `num_bytes` are read plus written; views launch nothing and are absent.
+    """
+
+    op: str
+    phase: Literal["forward", "backward"]
+    kind: Literal["matmul", "attention", "convolution", "memory"]
+    dtype: str
+    flop: Affine
+    num_bytes: Affine
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BlockClass:
+    """Structurally equal blocks, priced once.
+
+    `saved` are the bytes autograd keeps for backward that the block made itself and that do not
+    leave it; `saves_input` / `saves_output` tell which of the block's `inputs` / `outputs` are
+    kept as well. Peaks are bytes alive beyond inputs, parameters and what is saved in the end.
+    """
+
+    kernels: tuple[Kernel, ...]
+    saved: Affine
+    saves_input: tuple[bool, ...]
+    saves_output: tuple[bool, ...]
+    forward_peak: Affine
+    backward_peak: Affine
+
+    def flop(self, phase: str) -> Affine:
+        """FLOP of all kernels of one phase."""
+        total = Affine()
+        for kernel in self.kernels:
+            if kernel.phase == phase:
+                total += kernel.flop
+        return total
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Block:
+    """A contiguous run of nodes: the unit of planning and of execution.
+
+    `inputs` are activations that earlier blocks made; `shared` are model inputs and tensors of the
+    prelude, available on every stage; `outputs` are what later blocks (or the loss) read.
+    `parameters` and `buffers` are tensor indices. `saved` are the bytes kept for backward without
+    recomputation, `input_bytes` those of its inputs, which is all that full recomputation keeps.
+    A block of a model without graph has no nodes; its name is the module to wrap ("" = the root).
+    """
+
+    name: str
+    kind: Literal["block", "glue"]
+    class_index: int
+    nodes: tuple[int, ...]
+    inputs: tuple[int, ...]
+    shared: tuple[int, ...]
+    outputs: tuple[int, ...]
+    parameters: tuple[int, ...]
+    buffers: tuple[int, ...]
+    saved: Affine = Affine()
+    input_bytes: Affine = Affine()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Prelude:
+    """The input-only cone: nodes that no parameter reaches, run once per stage and micro-batch."""
+
+    nodes: tuple[int, ...] = ()
+    kernels: tuple[Kernel, ...] = ()
+    num_bytes: Affine = Affine()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LossTerms:
+    """A mean over valid targets: `target` is a tensor of class indices that inputs determine."""
+
+    target: int
+    ignore_index: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Fallback:
+    """Why a model has no graph: the user's `file:line`, what is there, and what to change."""
+
+    source: str
+    reason: str
+    cure: str
+
+    def __str__(self) -> str:
+        return f"{self.source}: {self.reason}; {self.cure}"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Graph:
+    """A traced model.
+
+    `dtype` is the compute dtype, baked into the graph. `aliases` are groups of names that are one
+    parameter (the first is the name used here). `couples_samples` says why the loss is no mean
+    over samples ("" = it is). With `fallbacks` there is no graph: nodes are empty, blocks are
+    modules to wrap.
+    """
+
+    name: str
+    dtype: str
+    tensors: tuple[Tensor, ...]
+    nodes: tuple[Node, ...]
+    inputs: tuple[int, ...]
+    loss: int
+    blocks: tuple[Block, ...]
+    classes: tuple[BlockClass, ...]
+    prelude: Prelude = Prelude()
+    aliases: tuple[tuple[str, ...], ...] = ()
+    unused_parameters: tuple[str, ...] = ()
+    dropout_nodes: tuple[int, ...] = ()
+    loss_terms: tuple[LossTerms, ...] = ()
+    couples_samples: str = ""
+    updates_statistics: bool = False
+    fallbacks: tuple[Fallback, ...] = ()
+
+    @cached_property
+    def fingerprint(self) -> str:
+        """SHA-256 of what is executed: sources, module paths and prices do not count."""
+        digest = hashlib.sha256()
+        for part in (
+            self.dtype, self.inputs, self.loss, self.aliases, self.unused_parameters,
+            tuple((t.name if t.kind != "activation" else "", t.shape, t.dtype, t.kind,
+                   t.requires_grad, t.value) for t in self.tensors),
+            tuple((n.op, n.args, n.kwargs, n.outputs, n.mutates) for n in self.nodes),
+            tuple((b.name, b.nodes, b.inputs, b.shared, b.outputs, b.parameters)
+                  for b in self.blocks),
+            self.prelude.nodes, bool(self.fallbacks),
+        ):  # fmt: skip
+            digest.update(repr(part).encode())
+        return digest.hexdigest()
+
+    @cached_property
+    def tie_groups(self) -> tuple[tuple[int, tuple[int, ...]], ...]:
+        """(parameter tensor, blocks that read it) for every parameter read by several blocks."""
+        readers: dict[int, list[int]] = {}
+        for index, block in enumerate(self.blocks):
+            for parameter in block.parameters:
+                readers.setdefault(parameter, []).append(index)
+        return tuple((p, tuple(b)) for p, b in sorted(readers.items()) if len(b) > 1)
+
+    @cached_property
+    def carried(self) -> tuple[tuple[int, ...], ...]:
+        """Per cut after block i (len(blocks) - 1 cuts): tensors made before and read after it.
+
+        A tensor that skips a stage is relayed, so it counts at every cut it crosses.
+        """
+        last_reader: dict[int, int] = {}
+        made_by: dict[int, int] = {}
+        for index, block in enumerate(self.blocks):
+            for tensor in block.inputs:
+                last_reader[tensor] = index
+            for tensor in block.outputs:
+                made_by[tensor] = index
+        return tuple(
+            tuple(t for t in sorted(made_by) if made_by[t] <= cut < last_reader.get(t, -1))
+            for cut in range(len(self.blocks) - 1)
+        )
+
+    def carried_bytes(self, cut: int) -> Affine:
+        """Bytes that cross the cut after block `cut`, per micro-batch."""
+        total = Affine()
+        for tensor in self.carried[cut]:
+            total += self.tensors[tensor].num_bytes
+        return total
+
+    @cached_property
+    def num_parameters(self) -> int:
+        """Distinct parameters of the model, the unused ones included (their elements)."""
+        return int(sum(t.num_elements.fixed for t in self.tensors if t.kind == "parameter"))
+
+    def flop_per_sample(self) -> float:
+        """Model FLOP of one sample, forward and backward, without recomputation."""
+        return sum(
+            self.classes[block.class_index].flop(phase).at(1)
+            for block in self.blocks
+            for phase in ("forward", "backward")
+        )
+
+
+def refs(arg: object) -> Iterator[int]:
+    """Tensor indices in an argument, nested tuples included, in order."""
+    if isinstance(arg, Ref):
+        yield arg.tensor
+    elif isinstance(arg, tuple):
+        for item in arg:
+            yield from refs(item)
+
+
+def reads(node: Node) -> Iterator[int]:
+    """Tensor indices that `node` reads."""
+    yield from refs(node.args)
+    for _, value in node.kwargs:
+        yield from refs(value)
+
+
+def total(affines: Iterable[Affine]) -> Affine:
+    """Sum of affine quantities."""
+    result = Affine()
+    for affine in affines:
+        result += affine
+    return result

@@ -1,0 +1,404 @@
+"""The plan: everything the runtime needs, nothing it has to look up or decide. JSON in and out."""
+
+import json
+import os
+import tempfile
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, fields
+from pathlib import Path
+from typing import Any, Literal
+
+from planner.errors import PlanError
+
+SCHEMA_VERSION = 1
+
+AXES = ("pp", "dp_replicate", "dp_shard", "cp", "ep", "tp")
+OPTIMIZERS = ("adamw", "adam", "sgd", "momentum")
+PRECISIONS = ("bf16", "fp32", "fp64")
+Recompute = Literal["none", "full"]
+ScheduleName = Literal["gpipe", "1f1b"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Mesh:
+    """Sizes of the mesh axes, outermost first; an unused axis has size 1."""
+
+    pp: int = 1
+    dp_replicate: int = 1
+    dp_shard: int = 1
+    cp: int = 1
+    ep: int = 1
+    tp: int = 1
+
+    @property
+    def num_devices(self) -> int:
+        """Devices used."""
+        return self.pp * self.dp_replicate * self.dp_shard * self.cp * self.ep * self.tp
+
+    @property
+    def dp(self) -> int:
+        """Data-parallel ranks: how many parts the global batch is split into."""
+        return self.dp_replicate * self.dp_shard
+
+    def __str__(self) -> str:
+        used = [f"{axis} {size}" for axis, size in asdict(self).items() if size > 1]
+        return ", ".join(used) or "1 device"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BlockPlan:
+    """What is done with one block: its ZeRO stage (0 to 3) and its recomputation."""
+
+    name: str
+    zero: int
+    recompute: Recompute
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StagePlan:
+    """One pipeline stage: its blocks in order. With pp = 1 there is one stage."""
+
+    blocks: tuple[BlockPlan, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class InputSpec:
+    """One tensor of a batch: its name (`input_ids`, or `0`), its shape with -1 for the batch, its dtype."""
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Prediction:
+    """What the simulator says of a plan.
+
+    `peak_bytes` and `capacity_bytes` are per rank, the heaviest rank of each stage. `gap` is
+    (this plan - proven lower bound) / this plan within its configuration. `mfu` is model FLOP
+    (no recomputation) over peak FLOP of the devices used. The `parts_seconds` add up to the step.
+    """
+
+    step_seconds: float
+    bubble: float
+    peak_bytes: tuple[float, ...]
+    capacity_bytes: float
+    gap: float
+    mfu: float
+    parts_seconds: tuple[tuple[str, float], ...] = ()
+
+    @property
+    def fits(self) -> bool:
+        """Whether every stage stays within the capacity of a device."""
+        return max(self.peak_bytes) <= self.capacity_bytes
+
+
+@dataclass(frozen=True, kw_only=True)
+class Plan:
+    """A way to train one model on one cluster."""
+
+    model: str
+    cluster: str
+    graph_fingerprint: str
+    cluster_fingerprint: str
+    precision: str
+    optimizer: str
+    global_batch: int
+    micro_batch: int
+    num_microbatches: int
+    schedule: ScheduleName
+    mesh: Mesh
+    stages: tuple[StagePlan, ...]
+    inputs: tuple[InputSpec, ...] = ()
+    prediction: Prediction
+    notes: tuple[str, ...] = ()
+    schema_version: int = SCHEMA_VERSION
+
+    @property
+    def devices(self) -> int:
+        """Devices used."""
+        return self.mesh.num_devices
+
+    @property
+    def block_plans(self) -> tuple[BlockPlan, ...]:
+        """All blocks in model order."""
+        return tuple(block for stage in self.stages for block in stage.blocks)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain data: what `dumps` writes and `--json` prints. Seconds, bytes, fractions."""
+        return {
+            "schema_version": self.schema_version,
+            "model": self.model,
+            "cluster": self.cluster,
+            "graph_fingerprint": self.graph_fingerprint,
+            "cluster_fingerprint": self.cluster_fingerprint,
+            "precision": self.precision,
+            "optimizer": self.optimizer,
+            "global_batch": self.global_batch,
+            "mesh": asdict(self.mesh),
+            "devices": self.devices,
+            "micro_batch": self.micro_batch,
+            "num_microbatches": self.num_microbatches,
+            "schedule": self.schedule,
+            "step_seconds": self.prediction.step_seconds,
+            "bubble": self.prediction.bubble,
+            "peak_bytes": list(self.prediction.peak_bytes),
+            "capacity_bytes": self.prediction.capacity_bytes,
+            "fits": self.prediction.fits,
+            "gap": self.prediction.gap,
+            "mfu": self.prediction.mfu,
+            "parts_seconds": dict(self.prediction.parts_seconds),
+            "notes": list(self.notes),
+            "inputs": [{**asdict(i), "shape": list(i.shape)} for i in self.inputs],
+            "stages": [{"blocks": [asdict(b) for b in s.blocks]} for s in self.stages],
+        }
+
+    def dumps(self) -> str:
+        """The plan as JSON; the same plan gives the same bytes."""
+        return json.dumps(self.to_dict(), indent=1) + "\n"
+
+    @classmethod
+    def loads(cls, text: str, *, origin: str = "the plan") -> "Plan":
+        """Read JSON back.
+
+        Raises:
+            PlanError: it is no plan; every fault is named with its path.
+        """
+        try:
+            data = json.loads(text)
+        except ValueError as error:
+            raise PlanError(
+                f"{origin} is no JSON ({error}); it is truncated or not a plan, make it again with autoplan plan --out"
+            ) from None
+        return _read(data, origin)
+
+    def save(self, path: str | Path) -> None:
+        """Write atomically: the file is whole or not there.
+
+        Raises:
+            PlanError: the folder does not exist or cannot be written.
+        """
+        write_atomically(Path(path), self.dumps())
+
+    @classmethod
+    def load(cls, path: str | Path) -> "Plan":
+        """Read a plan file.
+
+        Raises:
+            PlanError: the file is missing, corrupt or of another schema.
+        """
+        try:
+            text = Path(path).read_text(encoding="utf-8")
+        except (OSError, UnicodeDecodeError) as error:
+            reason = getattr(error, "strerror", None) or "not a text file"
+            raise PlanError(f"cannot read the plan {path}: {reason}") from None
+        return cls.loads(text, origin=str(path))
+
+    def diff(self, other: "Plan") -> list[tuple[str, str, str]]:
+        """(what, here, there) for every difference; runs of equal blocks are put together."""
+        mine, theirs = self.to_dict(), other.to_dict()
+        rows = []
+        for key in mine:
+            if key in ("mesh", "parts_seconds"):
+                for name in dict.fromkeys([*mine[key], *theirs[key]]):
+                    here, there = mine[key].get(name), theirs[key].get(name)
+                    if here != there:
+                        rows.append((f"{key}.{name}", _text(here), _text(there)))
+            elif key not in ("stages", "notes", "inputs") and mine[key] != theirs[key]:
+                rows.append((key, _text(mine[key]), _text(theirs[key])))
+        here_of = {b.name: (i, b) for i, s in enumerate(self.stages) for b in s.blocks}
+        there_of = {b.name: (i, b) for i, s in enumerate(other.stages) for b in s.blocks}
+        for name in dict.fromkeys([*here_of, *there_of]):
+            here_text, there_text = (
+                f"stage {of[name][0]}, ZeRO-{of[name][1].zero}, recompute {of[name][1].recompute}"
+                if name in of else "absent"
+                for of in (here_of, there_of)
+            )  # fmt: skip
+            if here_text != there_text:
+                if rows and rows[-1][1:] == (here_text, there_text):
+                    first = rows.pop()[0].partition(" to ")[0]
+                    rows.append((f"{first} to {name}", here_text, there_text))
+                else:
+                    rows.append((f"block {name}", here_text, there_text))
+        return rows
+
+
+def write_atomically(path: Path, text: str) -> None:
+    """Write a file that is whole or not there.
+
+    Raises:
+        PlanError: the folder does not exist or cannot be written.
+    """
+    handle = None
+    try:
+        if path.is_dir():
+            raise IsADirectoryError(21, "it is a folder")
+        descriptor, handle = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
+        with os.fdopen(descriptor, "w", encoding="utf-8") as file:
+            file.write(text)
+        Path(handle).chmod(0o644)
+        Path(handle).replace(path)
+        handle = None
+    except OSError as error:
+        raise PlanError(f"cannot write {path}: {error.strerror or error}") from None
+    finally:
+        if handle is not None:
+            Path(handle).unlink(missing_ok=True)
+
+
+def _text(value: object) -> str:
+    return f"{value:.6g}" if isinstance(value, float) else str(value)
+
+
+class _Reader:
+    """Reads typed fields from plain data and remembers every fault with its path."""
+
+    def __init__(self) -> None:
+        self.faults: list[str] = []
+
+    def get(self, data: object, path: str, key: str, kind: type | tuple[type, ...]) -> Any:
+        where = f"{path}.{key}".lstrip(".")
+        if not isinstance(data, Mapping) or key not in data:
+            self.faults.append(f"{where} is missing")
+            return None
+        value = data[key]
+        wanted = kind if isinstance(kind, tuple) else (kind,)
+        wrong = isinstance(value, bool) and bool not in wanted
+        if wrong or not isinstance(value, wanted):
+            names = " or ".join(k.__name__ for k in wanted)
+            self.faults.append(f"{where} must be {names}, is {json.dumps(value)[:40]}")
+            return None
+        return value
+
+    def one_of(self, data: object, path: str, key: str, choices: tuple[Any, ...]) -> Any:
+        value = self.get(data, path, key, type(choices[0]))
+        if value is not None and value not in choices:
+            where = f"{path}.{key}".lstrip(".")
+            self.faults.append(f"{where} must be one of {choices}, is {json.dumps(value)}")
+        return value
+
+    def positive(self, data: object, path: str, key: str) -> Any:
+        value = self.get(data, path, key, int)
+        if value is not None and value < 1:
+            self.faults.append(f"{f'{path}.{key}'.lstrip('.')} must be at least 1, is {value}")
+            return None
+        return value
+
+
+def _read(data: object, origin: str) -> Plan:
+    if not isinstance(data, Mapping):
+        raise PlanError(f"{origin} holds no plan: it must be a JSON object")
+    reader = _Reader()
+    version = data.get("schema_version")
+    if version != SCHEMA_VERSION:
+        raise PlanError(
+            f"{origin} has schema version {json.dumps(version)}, this release reads "
+            f"{SCHEMA_VERSION}; make it again with autoplan plan --out"
+        )
+    texts = {
+        key: reader.get(data, "", key, str) for key in ("model", "cluster", "graph_fingerprint", "cluster_fingerprint")
+    }
+    counts = {key: reader.positive(data, "", key) for key in ("global_batch", "micro_batch", "num_microbatches")}
+    precision = reader.one_of(data, "", "precision", PRECISIONS)
+    optimizer = reader.one_of(data, "", "optimizer", OPTIMIZERS)
+    schedule = reader.one_of(data, "", "schedule", ("gpipe", "1f1b"))
+    axes = {axis: reader.positive(data.get("mesh"), "mesh", axis) for axis in (f.name for f in fields(Mesh))}
+    stages = _read_stages(data, reader)
+    inputs = _read_inputs(data, reader)
+    numbers = {
+        key: reader.get(data, "", key, (float, int))
+        for key in ("step_seconds", "bubble", "capacity_bytes", "gap", "mfu")
+    }
+    peaks = reader.get(data, "", "peak_bytes", list) or []
+    parts = reader.get(data, "", "parts_seconds", dict) or {}
+    notes = reader.get(data, "", "notes", list) or []
+    if any(not isinstance(p, int | float) for p in [*peaks, *parts.values()]):
+        reader.faults.append("peak_bytes and parts_seconds must hold numbers")
+    if not reader.faults:
+        mesh = Mesh(**axes)
+        reader.faults += _contradictions(mesh, stages, counts, len(peaks), schedule)
+    if reader.faults:
+        raise PlanError(f"{origin} is no valid plan: {'; '.join(reader.faults)}")
+    return Plan(
+        **texts,
+        **counts,
+        precision=precision,
+        optimizer=optimizer,
+        schedule=schedule,
+        mesh=mesh,
+        stages=stages,
+        inputs=inputs,
+        prediction=Prediction(**numbers, peak_bytes=tuple(peaks), parts_seconds=tuple(parts.items())),
+        notes=tuple(str(n) for n in notes),
+    )
+
+
+def _read_stages(data: Mapping[str, Any], reader: _Reader) -> tuple[StagePlan, ...]:
+    stages = []
+    for s, stage in enumerate(reader.get(data, "", "stages", list) or []):
+        blocks = []
+        for b, block in enumerate(reader.get(stage, f"stages[{s}]", "blocks", list) or []):
+            path = f"stages[{s}].blocks[{b}]"
+            blocks.append(
+                BlockPlan(
+                    name=reader.get(block, path, "name", str),
+                    zero=reader.one_of(block, path, "zero", (0, 1, 2, 3)),
+                    recompute=reader.one_of(block, path, "recompute", ("none", "full")),
+                )
+            )
+        if not blocks:
+            reader.faults.append(f"stages[{s}] has no block")
+        stages.append(StagePlan(blocks=tuple(blocks)))
+    return tuple(stages)
+
+
+def _read_inputs(data: Mapping[str, Any], reader: _Reader) -> tuple[InputSpec, ...]:
+    inputs = []
+    for i, item in enumerate(reader.get(data, "", "inputs", list) or []):
+        path = f"inputs[{i}]"
+        name, dtype = reader.get(item, path, "name", str), reader.get(item, path, "dtype", str)
+        shape = reader.get(item, path, "shape", list) or []
+        if any(isinstance(size, bool) or not isinstance(size, int) for size in shape):
+            reader.faults.append(f"{path}.shape must hold whole numbers, is {json.dumps(shape)[:40]}")
+        inputs.append(InputSpec(name=name, shape=tuple(shape), dtype=dtype))
+    return tuple(inputs)
+
+
+def _contradictions(
+    mesh: Mesh,
+    stages: tuple[StagePlan, ...],
+    counts: Mapping[str, int],
+    num_peaks: int,
+    schedule: str,
+) -> list[str]:
+    """Rules between fields: what the runtime could not execute as stated."""
+    faults = []
+    if mesh.pp != len(stages):
+        faults.append(f"mesh.pp is {mesh.pp} but there are {len(stages)} stages")
+    if num_peaks != len(stages):
+        faults.append(f"peak_bytes has {num_peaks} entries for {len(stages)} stages")
+    for axis in ("cp", "ep", "tp"):
+        if getattr(mesh, axis) != 1:
+            faults.append(f"mesh.{axis} is {getattr(mesh, axis)}; this release runs only 1")
+    if mesh.dp_replicate > 1 and mesh.dp_shard > 1:
+        faults.append("mesh uses dp_replicate and dp_shard together; this release runs one of them")
+    parts = counts["micro_batch"] * counts["num_microbatches"] * mesh.dp
+    if parts != counts["global_batch"]:
+        faults.append(
+            f"micro_batch x num_microbatches x data-parallel ranks is {parts}, global_batch is {counts['global_batch']}"
+        )
+    if schedule == "1f1b" and mesh.pp > 1 and counts["num_microbatches"] < mesh.pp:
+        faults.append(f"1f1b needs at least as many micro-batches as stages: {counts['num_microbatches']} < {mesh.pp}")
+    names = [block.name for stage in stages for block in stage.blocks]
+    if len(set(names)) != len(names):
+        faults.append("stages name a block twice")
+    all_zero_0 = all(b.zero == 0 for s in stages for b in s.blocks)
+    if mesh.dp_shard > 1 and any(b.zero == 0 for s in stages for b in s.blocks):
+        faults.append("blocks with ZeRO-0 need dp_replicate, the mesh has dp_shard")
+    if mesh.dp_shard == 1 and not all_zero_0:
+        faults.append("blocks with ZeRO-1, 2 or 3 need dp_shard, the mesh has none")
+    for s, stage in enumerate(stages):
+        kinds = {min(block.zero, 2) for block in stage.blocks}
+        if mesh.pp > 1 and len(kinds) > 1:
+            faults.append(f"stages[{s}] mixes ZeRO-1 with ZeRO-2 or 3")
+    return faults
