@@ -1,0 +1,418 @@
+"""What one launched ATen operator costs: its FLOP, its bytes, and which operator the device picks.
+
+The FLOP of every operator that computes more than an elementwise function are in one table,
+`FORMULAS`; an operator that should be there and is not is an error, never a zero.
+"""
+
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from math import prod
+from typing import Any, Literal
+
+import torch
+from torch import nn
+from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_leaves
+
+from planner.errors import TraceError
+
+DeviceKind = Literal["cuda", "cpu"]
+Kind = Literal["matmul", "attention", "convolution", "memory"]
+Arguments = Mapping[str, Any]  # an operator's arguments by the names of its schema
+Formula = Callable[[Arguments, Any], float]  # (arguments, result) -> FLOP
+
+aten = torch.ops.aten
+
+
+@dataclass(frozen=True, slots=True)
+class Launched:
+    """One kernel at one micro-batch size."""
+
+    op: str
+    kind: Kind
+    dtype: str
+    flop: float
+    num_bytes: float
+
+
+def launched(
+    func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], out: Any, matrices: Mapping[int, str]
+) -> Launched | None:
+    """What a dispatched operator launches; None for a view or an allocation.
+
+    `matrices` are the parameters with at least two dims, by `storage_key`.
+
+    Raises:
+        TraceError: the operator seems to compute, and has no FLOP formula.
+    """
+    name = func._schema.name.rpartition("::")[2]
+    if func.is_view or name in _FREE or name.startswith("_assert") or func.namespace == "prim":
+        return None
+    names = (argument.name for argument in func._schema.arguments)
+    given = {**dict(zip(names, args, strict=False)), **kwargs}
+    operands = [*tensors_in(list(given.values())), *tensors_in(out)]
+    if not operands:
+        return None
+    if name not in FORMULAS:
+        _check_computes_nothing(func, name, operands, matrices)
+    kind, formula = FORMULAS.get(name, _MEMORY)
+    leading = next((t for t in operands if t.is_floating_point()), operands[0])
+    return Launched(
+        op=_STANDS_FOR.get(str(func), str(func)),
+        kind=kind,
+        dtype=str(leading.dtype).removeprefix("torch."),
+        flop=formula(given, out),
+        num_bytes=_bytes_moved(name, given, out),
+    )
+
+
+def _check_computes_nothing(
+    func: Any, name: str, operands: Sequence[torch.Tensor], matrices: Mapping[int, str]
+) -> None:
+    """Refuse an operator whose FLOP would be lost without a word."""
+    if name in _MOVES or _RESIZES.match(name) or {torch.Tag.pointwise, torch.Tag.reduction} & set(func.tags):
+        return
+    cure = "add one to FORMULAS in planner/trace/kernels.py"
+    if _COMPUTES.search(name):
+        raise TraceError(f"operator {func} has no FLOP formula; {cure}")
+    for tensor in operands:
+        if (parameter := matrices.get(storage_key(tensor))) is not None:
+            raise TraceError(f"operator {func} reads parameter {parameter!r} and has no FLOP formula; {cure}")
+
+
+def storage_key(tensor: torch.Tensor) -> int:
+    """Identity of a tensor's storage while it lives."""
+    return int(tensor.untyped_storage()._cdata)
+
+
+def tensors_in(value: object) -> Iterator[torch.Tensor]:
+    """The tensors in nested arguments or results."""
+    return (leaf for leaf in tree_leaves(value) if isinstance(leaf, torch.Tensor))
+
+
+# --- FLOP -----------------------------------------------------------------------------------------
+
+
+def _product_flop(a: torch.Tensor, b: torch.Tensor) -> float:
+    """A multiply-add for each element of `a` and column of `b`, batched or not."""
+    return 2.0 * float(a.numel() * b.shape[-1])
+
+
+def _attention_flop(given: Arguments) -> float:
+    """QK^T and PV. A causal mask leaves the lower triangle, aligned to the top left.
+
+    `[batch, heads, sequence, head_dim]`; the query's heads count, however few the keys have.
+    """
+    query, key, value = given["query"], given["key"], given["value"]
+    rows, columns = query.shape[-2], key.shape[-2]
+    pairs = float(rows * columns)
+    if given.get("is_causal"):
+        corner = min(rows, columns)
+        pairs = corner**2 / 2 + (rows - corner) * columns
+    batch_heads = prod(query.shape[:-2])
+    return 2.0 * float(batch_heads * pairs * (query.shape[-1] + value.shape[-1]))
+
+
+def _convolution_flop(given: Arguments, out: torch.Tensor) -> float:
+    """A multiply-add per weight element and position; the weight's shape knows about groups.
+
+    Positions are those of the output (or of its gradient), transposed ones those of the input.
+    """
+    positions = given["input"] if given["transposed"] else out
+    return 2.0 * float(given["weight"].numel() * positions.shape[0] * prod(positions.shape[2:]))
+
+
+def _grouped_mm_flop(a: torch.Tensor, b: torch.Tensor) -> float:
+    """Each row (or column, or inner slice) of a ragged operand meets one group only."""
+    groups = a.shape[0] if a.ndim == b.ndim == 3 else 1
+    return 2.0 * float(groups * a.shape[-2] * a.shape[-1] * b.shape[-1])
+
+
+def _recurrent_flop(given: Arguments, weights: tuple[str, str]) -> float:
+    """Every row of the input meets every weight once."""
+    rows = given["input"].numel() // given["input"].shape[-1]
+    return 2.0 * float(rows * sum(given[name].numel() for name in weights))
+
+
+# What counts FLOP, by operator name without namespace. A new operator is one line. Attention's
+# backward has five products for the forward's two (QK^T again, dV, dP, dQ, dK): Dao et al. 2022.
+FORMULAS: dict[str, tuple[Kind, Formula]] = {
+    "mm": ("matmul", lambda g, _: _product_flop(g["self"], g["mat2"])),
+    "addmm": ("matmul", lambda g, _: _product_flop(g["mat1"], g["mat2"])),
+    "bmm": ("matmul", lambda g, _: _product_flop(g["self"], g["mat2"])),
+    "baddbmm": ("matmul", lambda g, _: _product_flop(g["batch1"], g["batch2"])),
+    "addbmm": ("matmul", lambda g, _: _product_flop(g["batch1"], g["batch2"])),
+    "_scaled_mm": ("matmul", lambda g, _: _product_flop(g["self"], g["mat2"])),
+    "mv": ("matmul", lambda g, _: 2.0 * g["self"].numel()),
+    "addmv": ("matmul", lambda g, _: 2.0 * g["mat"].numel()),
+    "dot": ("matmul", lambda g, _: 2.0 * g["self"].numel()),
+    "_grouped_mm": ("matmul", lambda g, _: _grouped_mm_flop(g["self"], g["mat2"])),
+    "grouped_mm_fallback": ("matmul", lambda g, _: _grouped_mm_flop(g["input"], g["weight"])),
+    "grouped_mm_fallback_backward": (
+        "matmul", lambda g, _: 2 * _grouped_mm_flop(g["input"], g["weight"])),
+    "mkldnn_rnn_layer": ("matmul", lambda g, _: _recurrent_flop(g, ("weight0", "weight1"))),
+    "mkldnn_rnn_layer_backward": (
+        "matmul", lambda g, _: 2 * _recurrent_flop(g, ("weight1", "weight2"))),
+    **dict.fromkeys(
+        ("convolution", "_convolution", "cudnn_convolution", "mkldnn_convolution"),
+        ("convolution", lambda g, out: _convolution_flop({"transposed": False, **g}, out))),
+    "convolution_backward": (
+        "convolution",
+        lambda g, _: sum(g["output_mask"][:2]) * _convolution_flop(g, g["grad_output"])),
+    **dict.fromkeys(
+        (
+            "_scaled_dot_product_flash_attention", "_scaled_dot_product_efficient_attention",
+            "_scaled_dot_product_cudnn_attention", "_scaled_dot_product_flash_attention_for_cpu",
+        ),
+        ("attention", lambda g, _: _attention_flop(g))),
+    **dict.fromkeys(
+        (
+            "_scaled_dot_product_flash_attention_backward",
+            "_scaled_dot_product_efficient_attention_backward",
+            "_scaled_dot_product_cudnn_attention_backward",
+            "_scaled_dot_product_flash_attention_for_cpu_backward",
+        ),
+        ("attention", lambda g, _: 2.5 * _attention_flop(g))),
+}  # fmt: skip
+
+_MEMORY: tuple[Kind, Formula] = ("memory", lambda g, out: 0.0)
+
+# Such a name promises FLOP: it needs a formula. ("cummax", "_convert_..." do not match.)
+_COMPUTES = re.compile(r"mm(_|$)|attention|conv(?!ert)|lstm|gru|rnn")
+
+# Without FLOP although they may read a matrix of parameters; elementwise operators and reductions
+# are known by their tag.
+_MOVES = {
+    "_to_copy", "cat", "clone", "copy", "copy_", "cumsum", "embedding", "_embedding_bag",
+    "flip", "gather", "index", "index_add", "index_copy", "index_put", "index_put_", "index_select",
+    "_index_put_impl_", "masked_fill", "masked_fill_", "native_group_norm", "native_layer_norm",
+    "native_layer_norm_backward", "repeat", "repeat_interleave", "roll", "scatter", "scatter_add",
+    "select_scatter", "slice_scatter", "stack", "tril", "triu", "where", "_softmax", "_log_softmax",
+    "fused_rms_norm", "fused_rms_norm_backward", "native_batch_norm", "native_dropout",
+    "_weight_norm_interface", "_weight_norm_interface_backward", "_unsafe_index", "sort",
+    "topk",
+}  # fmt: skip
+_RESIZES = re.compile(r"^_?(upsample|grid_sampler|(constant|reflection|replication)_pad|\w*pool)")
+
+
+# --- bytes ----------------------------------------------------------------------------------------
+
+# Launch nothing, although their schema names no alias.
+_FREE = {
+    "_unsafe_view", "_reshape_alias", "empty", "empty_like", "empty_strided", "new_empty",
+    "new_empty_strided", "lift_fresh", "sym_size",
+}  # fmt: skip
+
+# Read no more of this argument than they return (gathers) or than another one holds (scatters).
+_SPARSE = {
+    "embedding": "weight", "_embedding_bag": "weight", "index_select": "self", "gather": "self",
+    "index": "self", "nll_loss_forward": "self", "nll_loss2d_forward": "self",
+    "index_put_": "self", "_index_put_impl_": "self", "index_add_": "self", "index_copy_": "self",
+    "scatter_": "self", "scatter_add_": "self",
+}  # fmt: skip
+
+# Are given this argument for its shape, or only write it.
+_UNREAD = {
+    "nll_loss_backward": "self", "nll_loss2d_backward": "self", "copy_": "self", "fill_": "self",
+    "zero_": "self", "bernoulli_": "self", "uniform_": "self", "normal_": "self",
+}  # fmt: skip
+
+
+def _num_bytes(tensor: torch.Tensor) -> int:
+    """Bytes that moving a tensor takes: an expanded one has no more than its storage."""
+    return min(tensor.numel() * tensor.itemsize, tensor.untyped_storage().nbytes())
+
+
+def _bytes_moved(name: str, given: Arguments, out: object) -> int:
+    """Bytes read plus written by a kernel; what is written in place counts once each way."""
+    written = {id(t): _num_bytes(t) for t in tensors_in(out)}
+    if name.endswith("_like") or name.startswith("new_"):
+        return sum(written.values())
+    sparse, unread = _SPARSE.get(name), _UNREAD.get(name)
+    if sparse is not None and name.endswith("_"):
+        values = (value for key, value in given.items() if key != sparse)
+        touched = max((_num_bytes(t) for t in tensors_in(list(values))), default=0)
+        return 3 * touched  # the values, and their places read and written
+    read = {}
+    for key, value in given.items():
+        if key == unread:
+            continue
+        for tensor in tensors_in(value):
+            limit = sum(written.values()) if key == sparse else None
+            size = _num_bytes(tensor)
+            read[id(tensor)] = size if limit is None else min(size, limit)
+    return sum(read.values()) + sum(written.values())
+
+
+# --- what the device would run --------------------------------------------------------------------
+
+
+def _cuda_attention(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attn_mask: torch.Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    *,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> torch.Tensor:
+    """Scaled dot product attention by the operator that CUDA picks on Ampere and later.
+
+    The order and the conditions are those of ATen's `sdp_utils.cpp`: flash, else efficient, else
+    the composite; efficient takes no grouped keys, and pads no head.
+    """
+    heads = {query.shape[-1], key.shape[-1], value.shape[-1]}
+    is_half = query.dtype in (torch.float16, torch.bfloat16)
+    is_plain = query.ndim == key.ndim == value.ndim == 4
+    dim = query.shape[-1]
+    if (
+        is_plain and is_half and attn_mask is None and len(heads) == 1 and dim <= 256
+        and not (is_causal and query.shape[-2] != key.shape[-2])
+    ):  # fmt: skip
+        if padding := -dim % 8:
+            scale = dim**-0.5 if scale is None else scale
+            query, key, value = (torch.constant_pad_nd(t, (0, padding)) for t in (query, key, value))
+        out = _first(
+            aten._scaled_dot_product_flash_attention(query, key, value, dropout_p, is_causal, False, scale=scale)
+        )
+        return out[..., :dim] if padding else out
+    aligned = all(head % (8 if is_half else 4) == 0 for head in heads)
+    same_heads = query.shape[:-2] == key.shape[:-2] == value.shape[:-2]
+    if is_plain and aligned and same_heads and (is_half or query.dtype == torch.float32):
+        if attn_mask is not None:
+            if attn_mask.dtype == torch.bool:
+                bias = torch.zeros_like(attn_mask, dtype=query.dtype)
+                attn_mask = bias.masked_fill_(attn_mask.logical_not(), float("-inf"))
+            attn_mask = attn_mask.expand(*query.shape[:-1], key.shape[-2])
+        keeps_sum = any(t.requires_grad for t in (query, key, value))
+        return _first(
+            aten._scaled_dot_product_efficient_attention(
+                query, key, value, attn_mask, keeps_sum, dropout_p, is_causal, scale=scale
+            )
+        )
+    return _first(
+        aten._scaled_dot_product_attention_math(
+            query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
+        )
+    )
+
+
+def _cuda_dropout(x: torch.Tensor, p: float, train: bool) -> torch.Tensor:
+    """Dropout as CUDA fuses it: a mask of one byte an element is kept, not a scaled copy."""
+    if train and 0.0 < p < 1.0 and x.numel():
+        return _first(aten.native_dropout(x, p, train))
+    return _first([aten.dropout(x, p, train)])
+
+
+@torch.library.custom_op("planner::fused_rms_norm", mutates_args=())
+def _fused_rms_norm(x: torch.Tensor, weight: torch.Tensor | None, num_dims: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Stands for `aten._fused_rms_norm`, which without CUDA is a composite of other operators."""
+    raise NotImplementedError
+
+
+@torch.library.custom_op("planner::fused_rms_norm_backward", mutates_args=())
+def _fused_rms_norm_backward(
+    grad: torch.Tensor, x: torch.Tensor, rstd: torch.Tensor, weight: torch.Tensor | None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Stands for `aten._fused_rms_norm_backward`."""
+    raise NotImplementedError
+
+
+def _fake_rms_norm(x: torch.Tensor, weight: torch.Tensor | None, num_dims: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """The result and the reciprocal of the root mean square of every row, at least in float32."""
+    kind = torch.promote_types(x.dtype, torch.float32)
+    rows = [*x.shape[:-num_dims], *[1] * num_dims]
+    return torch.empty(x.shape, dtype=x.dtype, device=x.device), x.new_empty(rows, dtype=kind)
+
+
+def _fake_rms_norm_backward(
+    grad: torch.Tensor, x: torch.Tensor, rstd: torch.Tensor, weight: torch.Tensor | None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    return torch.empty_like(x), x.new_empty(0) if weight is None else torch.empty_like(weight)
+
+
+def _keep_for_rms_norm(ctx: Any, inputs: tuple[Any, ...], output: tuple[Any, ...]) -> None:
+    ctx.save_for_backward(inputs[0], output[1], inputs[1])
+
+
+def _differentiate_rms_norm(ctx: Any, grad: torch.Tensor, _: Any) -> tuple[torch.Tensor, torch.Tensor | None, None]:
+    x, rstd, weight = ctx.saved_tensors
+    grad_x, grad_weight = torch.ops.planner.fused_rms_norm_backward(grad, x, rstd, weight)
+    return grad_x, None if weight is None else grad_weight, None
+
+
+_fused_rms_norm.register_fake(_fake_rms_norm)
+_fused_rms_norm_backward.register_fake(_fake_rms_norm_backward)
+_fused_rms_norm.register_autograd(_differentiate_rms_norm, setup_context=_keep_for_rms_norm)
+
+_STANDS_FOR = {
+    "planner.fused_rms_norm.default": "aten._fused_rms_norm.default",
+    "planner.fused_rms_norm_backward.default": "aten._fused_rms_norm_backward.default",
+}
+
+
+def _cuda_rms_norm(
+    x: torch.Tensor,
+    normalized_shape: Sequence[int],
+    weight: torch.Tensor | None = None,
+    eps: float | None = None,
+) -> torch.Tensor:
+    """RMS norm as CUDA fuses it, where the weight has the input's dtype."""
+    if weight is not None and weight.dtype != x.dtype:
+        return _first([aten.rms_norm(x, list(normalized_shape), weight, eps)])
+    return _first(torch.ops.planner.fused_rms_norm(x, weight, len(normalized_shape)))
+
+
+def _cuda_functional_dropout(
+    input: torch.Tensor,  # noqa: A002 the name is torch's
+    p: float = 0.5,
+    training: bool = True,
+    inplace: bool = False,
+) -> torch.Tensor:
+    """`torch.nn.functional.dropout`; in place there is no fused kernel."""
+    if inplace:
+        return _first([aten.dropout_(input, p, training)])
+    return _cuda_dropout(input, p, training)
+
+
+def _first(results: Sequence[torch.Tensor]) -> torch.Tensor:
+    return results[0]
+
+
+# The strides that `view` was written for are those of the device's own kernels.
+_VIEWS: dict[str, Callable[..., Any]] = {
+    "aten.view.default": aten.reshape.default,
+    "aten._unsafe_view.default": aten.reshape.default,
+}
+_CUDA: dict[str, Callable[..., Any]] = {
+    "aten.scaled_dot_product_attention.default": _cuda_attention,
+    "aten.dropout.default": _cuda_dropout,
+    "aten.rms_norm.default": _cuda_rms_norm,
+}
+REPLACEMENTS: dict[DeviceKind, dict[str, Callable[..., Any]]] = {
+    "cuda": _VIEWS | _CUDA,
+    "cpu": _VIEWS,
+}
+
+
+class CudaFunctions(TorchFunctionMode):
+    """The same replacements for a module that runs as it is."""
+
+    functions: Mapping[Any, Callable[..., Any]] = {
+        nn.functional.scaled_dot_product_attention: _cuda_attention,
+        nn.functional.dropout: _cuda_functional_dropout,
+        nn.functional.rms_norm: _cuda_rms_norm,
+        torch.dropout: _cuda_dropout,
+        torch.rms_norm: _cuda_rms_norm,
+    }
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return self.functions.get(func, func)(*args, **(kwargs or {}))
+
+
+def device_of(kind: DeviceKind) -> torch.device:
+    """Where fake tensors that stand for such a device live."""
+    return torch.device("meta" if kind == "cuda" else "cpu")
