@@ -1,0 +1,643 @@
+"""Seconds and bytes of every strategy of every block on one mesh, for one micro-batch size and schedule.
+
+A strategy is a ZeRO stage with or without full recomputation. What overlaps with what is that of stock FSDP2
+(torch/distributed/fsdp/_fully_shard/_fsdp_param_group.py):
+
+- forward, the all-gather of block i runs while block i - 1 computes; copy-out is on the compute stream;
+- backward, the all-gather of block i and the reduce-scatter of block i + 2 share the time of block i + 1, and a block's
+  reduction must end before the next block's begins (`reduce_scatter_max_input_buffers` = 1);
+- computing and communicating at once slows both (`collectives.overlapped_seconds`);
+- on a CPU nothing overlaps;
+- a pipeline stage of ZeRO-0 or ZeRO-1 reduces after its last backward pass (`PipelineStage.perform_reduce_grad`), and
+  every stage of a pipeline gathers what ZeRO-1 and ZeRO-2 keep at the beginning of the step, all stages at once.
+
+The runtime has to start those gathers before the first receive; in the forward pass they would line up over the stages.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from planner.cluster import Cluster, Device
+from planner.collectives import (
+    Group,
+    all_gather_seconds,
+    all_reduce_seconds,
+    axis_group,
+    reduce_scatter_seconds,
+    send_recv_seconds,
+)
+from planner.errors import PlanError
+from planner.graph import Affine, Batch, Graph, Tensor, total
+from planner.memory import (
+    Elements,
+    Precision,
+    Working,
+    bounded_transient_bytes,
+    elements,
+    is_wrapped,
+    optimizer_moments,
+    precision_named,
+    receive_buffer_bytes,
+    state_bytes,
+    working,
+)
+from planner.operators import check_dtype, kernel_seconds, memory_seconds, phase_seconds
+from planner.plan import AXES, Mesh
+from planner.schedule import in_flight
+
+Floats = NDArray[np.float64]
+Ints = NDArray[np.int64]
+
+# Kernels of one optimizer step per parameter and bytes moved per element in units of the master's width: the loop and
+# the foreach form of torch.optim do one elementwise kernel after the other (torch/optim/adamw.py, sgd.py).
+_OPTIMIZER_KERNELS = {"adamw": 8, "adam": 7, "momentum": 3, "sgd": 1}
+_OPTIMIZER_PASSES = {"adamw": 20, "adam": 18, "momentum": 8, "sgd": 3}
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class Strategy:
+    """What is done with a block; `recompute` is 0 or 1 (full)."""
+
+    zero: int
+    recompute: int
+
+    def __str__(self) -> str:
+        return f"ZeRO-{self.zero}{' recompute' if self.recompute else ''}"
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Costs:
+    """One configuration priced: seconds and bytes of L blocks under S strategies on P stages.
+
+    Names shared with `problem.Problem` mean the same. Seconds are per micro-batch unless said
+    otherwise, bytes per rank.
+    """
+
+    mesh: Mesh
+    micro_batch: int
+    num_microbatches: int
+    schedule: str
+    precision: str
+    optimizer: str
+    strategies: tuple[Strategy, ...]
+    forward_seconds: Floats  # [L, S] kernels, dispatch, exposed communication
+    backward_seconds: Floats  # [L, S] recomputation included
+    exposed_seconds: Floats  # [L, S] part of the two that is communication
+    gather_seconds: Floats  # [L, S] once a step, exposed: what ZeRO-1 and ZeRO-2 keep; the cast copy of ZeRO-0
+    reduce_seconds: Floats  # [L, S] once a step, exposed: gradients of ZeRO-0 and ZeRO-1
+    optimizer_seconds: Floats  # [L, S] once a step
+    tie_seconds: Floats  # [L, S] once a step: the sum of a shared gradient over stages, on each owner
+    state_bytes: Floats  # [L, S]
+    activation_bytes: Floats  # [L, S] per micro-batch in flight
+    transient_bytes: Floats  # [L, S] bound that holds between any neighbours
+    working: Working  # [L, S] each: what the exact transient is made of
+    hop_seconds: Floats  # [L - 1] one message over the cut, in one direction
+    hop_bytes: Floats  # [L - 1] of one micro-batch over the cut
+    prelude_seconds: float  # on every stage
+    prelude_bytes: float  # on every stage, per micro-batch in flight
+    input_bytes: float  # the rank's part of the batch, all micro-batches, on every stage
+    norm_seconds: float  # once a step
+    in_flight: Ints  # [P]
+    capacity: float
+    tie_groups: tuple[tuple[int, ...], ...]  # blocks that share a parameter, joined where groups overlap
+
+    @property
+    def num_stages(self) -> int:
+        """P."""
+        return self.mesh.pp
+
+    @property
+    def strategy_zero(self) -> Ints:
+        """[S] ZeRO stages."""
+        return np.array([strategy.zero for strategy in self.strategies], np.int64)
+
+    @property
+    def strategy_recompute(self) -> Ints:
+        """[S] 0 or 1."""
+        return np.array([strategy.recompute for strategy in self.strategies], np.int64)
+
+    @property
+    def seconds(self) -> Floats:
+        """[L, S] forward and backward of one micro-batch."""
+        return self.forward_seconds + self.backward_seconds
+
+    @property
+    def sync_seconds(self) -> Floats:
+        """[L, S] once a step: gathers, gradient reduction, tied gradients, optimizer."""
+        return self.gather_seconds + self.reduce_seconds + self.tie_seconds + self.optimizer_seconds
+
+    @property
+    def cut_seconds(self) -> Floats:
+        """[L - 1] per micro-batch: one message forward, one backward.
+
+        Stock `torch.distributed.pipelining` hides neither: a receive is posted when it is waited for, and in the steady
+        state of 1F1B a send waits with it (`fwd_send_bwd_recv`).
+        """
+        return 2 * self.hop_seconds
+
+    @property
+    def cut_bytes(self) -> Floats:
+        """[L - 1] receive buffers of activations, all micro-batches, on the stage that receives."""
+        return self.num_microbatches * self.hop_bytes
+
+    @property
+    def stage_seconds(self) -> float:
+        """On every stage, per micro-batch: the prelude."""
+        return self.prelude_seconds
+
+    @property
+    def stage_bytes(self) -> Floats:
+        """[P] what a stage holds whatever its blocks are.
+
+        Its part of the batch, the prelude, and at the widest cut the outputs it keeps and the gradients it receives.
+        """
+        widest = float(self.hop_bytes.max(initial=0.0)) if self.num_stages > 1 else 0.0
+        behind = np.where(np.arange(self.num_stages) < self.num_stages - 1, widest, 0.0)
+        sent = (self.num_microbatches + self.in_flight) * behind
+        return np.asarray(self.input_bytes + self.in_flight * self.prelude_bytes + sent)
+
+    @property
+    def capacity_bytes(self) -> Floats:
+        """[P] what is left for blocks: the device's capacity less `stage_bytes`, at least 0."""
+        return np.maximum(self.capacity - self.stage_bytes, 0.0)
+
+    @property
+    def fixed_seconds(self) -> float:
+        """Once a step, whatever is chosen: the norm of all gradients."""
+        return self.norm_seconds
+
+    def boundary_bytes(self, stage: int, first: int, end: int) -> float:
+        """What `stage` holds besides its blocks first..end-1: buffers, prelude, its part of the batch."""
+        received = float(self.hop_bytes[first - 1]) if stage else 0.0
+        sent = float(self.hop_bytes[end - 1]) if stage < self.num_stages - 1 else 0.0
+        flying = int(self.in_flight[stage])
+        buffers = receive_buffer_bytes(received, sent, self.num_microbatches, flying)
+        return buffers + flying * self.prelude_bytes + self.input_bytes
+
+    def sync_at_end(self, zero: int) -> bool:
+        """Whether gradients are reduced after the last backward pass, beside nothing."""
+        return self.num_stages > 1 and zero < 2
+
+
+def strategies_of(mesh: Mesh) -> tuple[Strategy, ...]:
+    """What a block may choose on a mesh, in fixed order.
+
+    >>> [str(s) for s in strategies_of(Mesh(dp_shard=2))][:3]
+    ['ZeRO-1', 'ZeRO-1 recompute', 'ZeRO-2']
+    """
+    zeros = (1, 2, 3) if mesh.dp_shard > 1 else (0,)
+    return tuple(Strategy(zero, recompute) for zero in zeros for recompute in (0, 1))
+
+
+def check_mesh(mesh: Mesh) -> None:
+    """Refuse a mesh that this cost model does not price.
+
+    Raises:
+        PlanError: a mesh with both data-parallel axes, or with tensor, context or expert parallelism.
+    """
+    if mesh.cp * mesh.ep * mesh.tp > 1:
+        raise PlanError(f"mesh {_mesh_text(mesh)}: tp, cp and ep other than 1 cannot be planned yet; leave them out")
+    if mesh.dp_replicate > 1 and mesh.dp_shard > 1:
+        raise PlanError(
+            f"mesh {_mesh_text(mesh)}: dp_replicate (ZeRO-0) and dp_shard (ZeRO-1 to 3) cannot be mixed yet; "
+            f"use one of them with {mesh.dp} ranks"
+        )
+
+
+def price(
+    graph: Graph,
+    cluster: Cluster,
+    *,
+    mesh: Mesh,
+    micro_batch: int,
+    num_microbatches: int,
+    schedule: str,
+    precision: str,
+    optimizer: str,
+) -> Costs:
+    """The costs of one configuration. Pure; what does not depend on the mesh is computed once per graph.
+
+    Raises:
+        PlannerError: the mesh, the precision or the optimizer cannot be priced on this cluster.
+    """
+    check_mesh(mesh)
+    policy = precision_named(precision)
+    device, key = cluster.device, _Same(graph)
+    check_dtype(device, policy.compute_dtype)
+    strategies = strategies_of(mesh)
+    blocks = _measured(key, device, micro_batch)
+    count = _counted(key, mesh.dp_shard, mesh.pp > 1)
+    wrapped = is_wrapped(mesh.dp, policy)
+    hooked = (count.full > 0) & wrapped
+    sizes = {name: getattr(mesh, name) for name in AXES}
+    group = axis_group(cluster, sizes, "dp_shard" if mesh.dp_shard > 1 else "dp_replicate")
+    pipe = axis_group(cluster, sizes, "pp")
+    hop_bytes = _hop_bytes(key, micro_batch) if mesh.pp > 1 else np.zeros(len(graph.blocks) - 1)
+    traffic = _Traffic(
+        forward=_computed(device, blocks, hooked, passes=(1, 0)),
+        backward=_computed(device, blocks, hooked, passes=(0, 1)),
+        rerun=_computed(device, blocks, hooked, passes=(1, 1)),
+        gather=_per_distinct(all_gather_seconds, policy.compute_bytes * count.gathered, group),
+        scatter=_per_distinct(reduce_scatter_seconds, policy.reduce_bytes * count.reduced, group),
+        reduce=_per_distinct(all_reduce_seconds, policy.reduce_bytes * count.trainable, group),
+        slowdown=_slowdown(cluster, group),
+        overlaps=not device.synchronous_dispatch,
+        num_stages=mesh.pp,
+    )
+    columns = [
+        _strategy_seconds(device, traffic, count, policy, strategy, num_microbatches, wrapped=wrapped)
+        for strategy in strategies
+    ]
+    forward, backward, exposed, gather, reduce = (np.stack(column, axis=1) for column in zip(*columns, strict=True))
+    # The stock schedules reduce nothing before the last backward pass: they accumulate even if m is 1.
+    accumulations = num_microbatches if mesh.pp == 1 else max(2, num_microbatches)
+    state = [
+        state_bytes(count, s.zero, policy, optimizer, accumulations, wrapped=wrapped) + blocks.buffer_bytes
+        for s in strategies
+    ]
+    parts = [working(count, s.zero, policy, accumulations, *_peaks(blocks, s), wrapped=wrapped) for s in strategies]
+    optimizing = [_optimizer_seconds(device, count, policy, optimizer, zero=s.zero) for s in strategies]
+    return Costs(
+        mesh=mesh,
+        micro_batch=micro_batch,
+        num_microbatches=num_microbatches,
+        schedule=schedule,
+        precision=precision,
+        optimizer=optimizer,
+        strategies=strategies,
+        forward_seconds=forward,
+        backward_seconds=backward,
+        exposed_seconds=exposed,
+        gather_seconds=gather,
+        reduce_seconds=reduce,
+        optimizer_seconds=np.stack(optimizing, axis=1),
+        tie_seconds=_tie_seconds(graph, mesh, policy, strategies, pipe),
+        state_bytes=np.stack(state, axis=1),
+        activation_bytes=np.stack([blocks.input_bytes if s.recompute else blocks.saved for s in strategies], axis=1),
+        transient_bytes=np.stack(_bounded(mesh, strategies, parts), axis=1),
+        working=Working.stacked(parts),
+        hop_seconds=_per_distinct(send_recv_seconds, hop_bytes, pipe),
+        hop_bytes=hop_bytes,
+        prelude_seconds=blocks.prelude_seconds,
+        prelude_bytes=graph.prelude.num_bytes.at(micro_batch),
+        input_bytes=num_microbatches * blocks.model_input_bytes,
+        norm_seconds=all_reduce_seconds(4.0, group) + all_reduce_seconds(4.0, pipe),
+        in_flight=np.array([in_flight(schedule, p, mesh.pp, num_microbatches) for p in range(mesh.pp)], np.int64),
+        capacity=float(cluster.capacity_bytes),
+        tie_groups=_tie_groups(key),
+    )
+
+
+def exposed_seconds(compute: Floats, link: Floats, slowdown: float, *, overlaps: bool = True) -> Floats:
+    """What `link` seconds of communication add to `compute` seconds that run at the same time.
+
+    `collectives.overlapped_seconds` less the computation, of many at once.
+
+    >>> exposed_seconds(np.array([1.0, 1.0, 0.0]), np.array([0.1, 2.0, 0.5]), 1.2).round(6).tolist()
+    [0.1, 1.4, 0.5]
+    """
+    if not overlaps:
+        return link
+    return np.asarray(np.minimum(np.maximum(compute, link) * max(1.0, slowdown), compute + link) - compute)
+
+
+@dataclass(frozen=True, slots=True)
+class _Same:
+    """A graph as a cache key: equal only to itself, as hashing all of it takes longer than pricing."""
+
+    value: Graph
+
+    def __hash__(self) -> int:
+        return id(self.value)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Same) and self.value is other.value
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class _Blocks:
+    """What a device needs for each block [L] and one micro-batch, before any parallelism."""
+
+    kernels: Floats  # [L, 2] seconds of kernels, forward and backward
+    num_kernels: Floats  # [L, 2]
+    saved: Floats
+    input_bytes: Floats
+    forward_peak: Floats
+    backward_peak: Floats
+    buffer_bytes: Floats
+    prelude_seconds: float
+    model_input_bytes: float
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class _Traffic:
+    """Seconds of computation and of collectives of each block [L], each alone."""
+
+    forward: Floats
+    backward: Floats
+    rerun: Floats  # forward again, then backward
+    gather: Floats  # one all-gather of the block
+    scatter: Floats  # one reduce-scatter of its gradient
+    reduce: Floats  # one all-reduce of its gradient
+    slowdown: float
+    overlaps: bool
+    num_stages: int
+
+
+class _Seconds(NamedTuple):
+    """Arrays [L] of one strategy; names as in `Costs`."""
+
+    forward: Floats
+    backward: Floats
+    exposed: Floats
+    gather: Floats
+    reduce: Floats
+
+
+def _mesh_text(mesh: Mesh) -> str:
+    return " ".join(f"{name}={getattr(mesh, name)}" for name in AXES if getattr(mesh, name) > 1)
+
+
+def _slowdown(cluster: Cluster, group: Group) -> float:
+    """The worst of the links that a group's collectives use."""
+    links = [group.intra] if group.ranks_per_node > 1 else []
+    links += [group.inter] if group.num_nodes > 1 else []
+    return max((cluster.slowdown(link) for link in links), default=1.0)
+
+
+def _per_distinct(seconds: Callable[[float, Group], float], num_bytes: Floats, group: Group) -> Floats:
+    """A collective's seconds for each entry, computed once per distinct size."""
+    sizes, where = np.unique(num_bytes, return_inverse=True)
+    return np.array([seconds(float(size), group) for size in sizes], float)[where]
+
+
+@lru_cache(maxsize=256)
+def _measured(graph: _Same, device: Device, micro_batch: int) -> _Blocks:
+    model = graph.value
+    priced = [kernel_seconds(device, kind.kernels, micro_batch) for kind in model.classes]
+    phases = [np.array([kernel.phase == "forward" for kernel in kind.kernels], bool) for kind in model.classes]
+    sums = np.array([(k[is_f].sum(), k[~is_f].sum()) for k, is_f in zip(priced, phases, strict=True)])
+    counts = np.array([(is_f.sum(), (~is_f).sum()) for is_f in phases], float)
+    kinds = [block.class_index for block in model.blocks]
+    classes = [model.classes[kind] for kind in kinds]
+    prelude = kernel_seconds(device, model.prelude.kernels, micro_batch)
+    return _Blocks(
+        kernels=sums[kinds],
+        num_kernels=counts[kinds],
+        saved=np.array([saved.at(micro_batch) for saved in _saved(model)]),
+        input_bytes=np.array([block.input_bytes.at(micro_batch) for block in model.blocks]),
+        forward_peak=np.array([kind.forward_peak.at(micro_batch) for kind in classes]),
+        backward_peak=np.array([kind.backward_peak.at(micro_batch) for kind in classes]),
+        buffer_bytes=np.array([_total_bytes(model, block.buffers, micro_batch) for block in model.blocks]),
+        prelude_seconds=float(phase_seconds(device, prelude.sum(), len(prelude))),
+        model_input_bytes=_total_bytes(model, model.inputs, micro_batch),
+    )
+
+
+def _total_bytes(graph: Graph, tensors: Sequence[int], micro_batch: int) -> float:
+    return total(graph.tensors[tensor].num_bytes for tensor in tensors).at(micro_batch)
+
+
+def _saved(graph: Graph) -> list[Affine]:
+    """Bytes that each block keeps without recomputation, such that any mix of strategies is covered.
+
+    A tensor between blocks counts where it is first read and saved: there recomputation keeps it as well. Where no
+    reader saves it, it counts at the block that made it.
+    """
+    saved_by_reader = {
+        tensor
+        for block in graph.blocks
+        for tensor, is_saved in zip(block.inputs, graph.classes[block.class_index].saves_input, strict=False)
+        if is_saved
+    }
+    counted: set[int] = set()
+    result = []
+    for block in graph.blocks:
+        kind = graph.classes[block.class_index]
+        kept = {t for t, is_saved in zip(block.inputs, kind.saves_input, strict=False) if is_saved} - counted
+        counted |= kept
+        kept |= {t for t, is_saved in zip(block.outputs, kind.saves_output, strict=False) if is_saved} - saved_by_reader
+        result.append(kind.saved + total(graph.tensors[t].num_bytes for t in sorted(kept)))
+    return result
+
+
+@lru_cache(maxsize=256)
+def _counted(graph: _Same, num_ranks: int, pipelined: bool) -> Elements:
+    """Parameter elements per block: on one stage a tied parameter belongs to its first reader, else to each of them."""
+    model, seen, blocks = graph.value, set[int](), []
+    for block in model.blocks:
+        own = [p for p in block.parameters if pipelined or p not in seen]
+        seen.update(own)
+        blocks.append([(_shape(model.tensors[p]), model.tensors[p].requires_grad) for p in own])
+    return elements(blocks, num_ranks)
+
+
+def _shape(tensor: Tensor) -> tuple[int, ...]:
+    return tuple(size.per_sample if isinstance(size, Batch) else size for size in tensor.shape)
+
+
+@lru_cache(maxsize=256)
+def _tie_groups(graph: _Same) -> tuple[tuple[int, ...], ...]:
+    """Disjoint sets of blocks that share parameters, directly or through others."""
+    groups: list[set[int]] = []
+    for _, owners in graph.value.tie_groups:
+        touching = [group for group in groups if group & set(owners)]
+        groups = [group for group in groups if group not in touching]
+        groups.append(set(owners).union(*touching))
+    return tuple(sorted(tuple(sorted(group)) for group in groups))
+
+
+@lru_cache(maxsize=1024)
+def _hop_bytes(graph: _Same, micro_batch: int) -> Floats:
+    model = graph.value
+    return np.array([model.carried_bytes(cut).at(micro_batch) for cut in range(len(model.blocks) - 1)], float)
+
+
+def _computed(device: Device, blocks: _Blocks, hooked: NDArray[np.bool_], *, passes: tuple[int, int]) -> Floats:
+    """[L] seconds of this many forward and backward passes as one eager phase; `hooked` are FSDP2 modules."""
+    times = np.array(passes, float)
+    return phase_seconds(device, blocks.kernels @ times, blocks.num_kernels @ times, times.sum() * hooked)
+
+
+def _peaks(blocks: _Blocks, strategy: Strategy) -> tuple[Floats, Floats]:
+    """Peaks of the passes; recomputation saves everything anew inside the backward pass."""
+    if not strategy.recompute:
+        return blocks.forward_peak, blocks.backward_peak
+    again = blocks.saved + np.maximum(blocks.forward_peak, blocks.backward_peak)
+    return blocks.forward_peak, again
+
+
+def _bounded(mesh: Mesh, strategies: Sequence[Strategy], parts: Sequence[Working]) -> list[Floats]:
+    """[L] of each strategy: transient bytes beside any neighbours; a stage of ZeRO-0 or ZeRO-1 has no ZeRO-3."""
+    may_gather = np.max([part.gathered for part in parts], axis=0)
+    result = []
+    for strategy, part in zip(strategies, parts, strict=True):
+        at_end = mesh.pp > 1 and strategy.zero < 2
+        gathered = np.zeros_like(may_gather) if at_end else may_gather
+        result.append(bounded_transient_bytes(part, gathered, sync_at_end=at_end))
+    return result
+
+
+def _tie_seconds(graph: Graph, mesh: Mesh, policy: Precision, strategies: Sequence[Strategy], pipe: Group) -> Floats:
+    """[L, S] a ring of the stages that own a shared parameter sums their gradients, each rank its part."""
+    result = np.zeros((len(graph.blocks), len(strategies)))
+    if mesh.pp == 1:
+        return result
+    for parameter, owners in graph.tie_groups:
+        num_bytes = policy.reduce_bytes * graph.tensors[parameter].num_elements.fixed / mesh.dp_shard
+        steps = 2 * (len(owners) - 1)
+        result[list(owners)] += steps * send_recv_seconds(num_bytes / len(owners), pipe)
+    return result
+
+
+def _shifted(values: Floats, by: int) -> Floats:
+    """`values[i + by]` at i, 0 outside."""
+    index = np.arange(len(values)) + by
+    inside = (index >= 0) & (index < len(values))
+    return np.where(inside, values[np.clip(index, 0, len(values) - 1)], 0.0)
+
+
+def _strategy_seconds(
+    device: Device,
+    traffic: _Traffic,
+    count: Elements,
+    policy: Precision,
+    strategy: Strategy,
+    num_microbatches: int,
+    *,
+    wrapped: bool,
+) -> _Seconds:
+    """Seconds of all blocks [L] when the neighbours of each take the same strategy."""
+    zero, none = strategy.zero, np.zeros_like(count.full)
+    forward = traffic.forward
+    backward = traffic.rerun if strategy.recompute else traffic.backward
+    # At the ends of a stage nothing runs beside a collective. With pp = 1 these are the model's ends,
+    # else any block is one by chance.
+    end_share = traffic.num_stages / len(none) if traffic.num_stages > 1 else 0.0
+
+    def beside(compute: Floats, link: Floats) -> Floats:
+        hidden = exposed_seconds(compute, link, traffic.slowdown, overlaps=traffic.overlaps)
+        return (1 - end_share) * hidden + end_share * link
+
+    copies = _copy_seconds(device, count, policy, zero, num_microbatches, wrapped=wrapped)
+    in_forward, in_backward, gather, reduce = none, copies.accumulate, copies.gather, copies.reduce
+    if zero == 3:
+        in_forward = beside(_shifted(forward, -1), traffic.gather) + copies.gather
+        # In the time of block j: the gather of block j - 1 and the reduction of block j + 1, one after the other.
+        both = traffic.gather + _shifted(traffic.scatter, 2)
+        share = np.divide(traffic.gather, both, out=np.ones_like(both), where=both > 0)
+        in_backward = in_backward + beside(_shifted(backward, 1) * share, traffic.gather) + copies.gather
+        share_left = 1 - _shifted(share, -2) if len(none) > 2 else np.ones_like(none)
+        in_backward = in_backward + beside(_shifted(backward, -1) * share_left, traffic.scatter) + copies.reduce
+        gather = reduce = none
+    elif zero == 2:
+        in_backward = in_backward + beside(_shifted(backward, -1), traffic.scatter) + copies.reduce
+        gather, reduce = gather + _first_gather(traffic), none
+    elif zero == 1:
+        gather = gather + _first_gather(traffic)
+        reduce = reduce + (
+            traffic.scatter
+            if traffic.num_stages > 1
+            else exposed_seconds(_shifted(backward, -1), traffic.scatter, traffic.slowdown, overlaps=traffic.overlaps)
+        )
+    else:
+        reduce = reduce + _queued_seconds(backward, traffic)
+    return _Seconds(
+        forward=forward + in_forward,
+        backward=backward + in_backward,
+        exposed=in_forward + in_backward,
+        gather=gather,
+        reduce=reduce,
+    )
+
+
+def _first_gather(traffic: _Traffic) -> Floats:
+    """Once a step: in a pipeline before the first receive, else ahead of the first forward pass, block by block."""
+    if traffic.num_stages > 1:
+        return traffic.gather
+    return exposed_seconds(_shifted(traffic.forward, -1), traffic.gather, traffic.slowdown, overlaps=traffic.overlaps)
+
+
+def _queued_seconds(backward: Floats, traffic: _Traffic) -> Floats:
+    """What the all-reduces of ZeRO-0 add to the last backward pass, divided among the blocks by their length.
+
+    They queue on a stream of their own: when block k is done, those of blocks k..0 are still to come, beside the
+    backward passes of blocks k-1..0.
+    """
+    link = traffic.reduce
+    if traffic.num_stages > 1 or not traffic.overlaps or not link.any():
+        return link
+    late = np.cumsum(link) - (np.cumsum(backward) - backward)
+    tail = max(0.0, float(late.max()))
+    beside = float(link.sum()) - tail
+    return np.asarray(link / link.sum() * (tail + (traffic.slowdown - 1) * beside))
+
+
+class _Copies(NamedTuple):
+    """Arrays [L]: seconds of FSDP2's own kernels on the compute stream, once each."""
+
+    gather: Floats
+    reduce: Floats
+    accumulate: Floats
+
+
+def _copy_seconds(
+    device: Device,
+    count: Elements,
+    policy: Precision,
+    zero: int,
+    num_microbatches: int,
+    *,
+    wrapped: bool,
+) -> _Copies:
+    """Bytes read and written by what FSDP2 does around the collectives, over the memory's bandwidth.
+
+    Gather: the cast of the own parameters, then copy-out of the gathered buffer. Reduce: copy-in of the gradient to
+    the buffer (and of the buffer to the output where `replicate` scatters nothing). Accumulate, averaged
+    over micro-batches: the gradient is added to the accumulated one; ZeRO-2 and ZeRO-3 add shards.
+    """
+    master, compute, reduce = policy.master_bytes, policy.compute_bytes, policy.reduce_bytes
+    later = (num_microbatches - 1) / num_microbatches
+    none = np.zeros_like(count.full)
+    if not wrapped:
+        return _Copies(none, none, later * memory_seconds(device, 3 * master * count.trainable))
+    if zero > 1:
+        added = later * memory_seconds(device, 3 * master * count.trainable_shard)
+        moved = memory_seconds(device, (compute + reduce) * count.trainable)
+    elif policy.casts:
+        added = later * memory_seconds(device, (compute + 2 * reduce) * count.trainable)
+        added = added + (1 - later) * memory_seconds(device, (compute + reduce) * count.trainable)
+        moved = memory_seconds(device, 2 * reduce * count.trainable)
+    else:
+        added = later * memory_seconds(device, 3 * reduce * count.trainable)
+        moved = memory_seconds(device, 2 * reduce * count.trainable)
+    if zero == 0:
+        copied = memory_seconds(device, (master + compute) * count.full)
+        moved = moved + memory_seconds(device, 2 * reduce * count.trainable)
+    else:
+        copied = memory_seconds(device, (master + compute) * count.shard + 2 * compute * count.gathered)
+    return _Copies(copied, moved, added)
+
+
+def _optimizer_seconds(
+    device: Device,
+    count: Elements,
+    policy: Precision,
+    optimizer: str,
+    *,
+    zero: int,
+) -> Floats:
+    """[L] the optimizer step on a rank's own parameters: elementwise kernels, one after the other.
+
+    Source: the passes of torch.optim's non-fused form; each reads and writes whole tensors.
+    """
+    optimizer_moments(optimizer)  # refuses an unknown one
+    own = count.trainable if zero == 0 else count.trainable_shard
+    kernels = _OPTIMIZER_KERNELS[optimizer]
+    one = memory_seconds(device, _OPTIMIZER_PASSES[optimizer] / kernels * policy.master_bytes * own)
+    return phase_seconds(device, kernels * one, kernels * count.tensors)

@@ -1,0 +1,268 @@
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from planner.cluster import Cluster
+from planner.collectives import axis_group, overlapped_seconds, reduce_scatter_seconds, send_recv_seconds
+from planner.costs import Strategy, exposed_seconds, price, strategies_of
+from planner.errors import ClusterError, PlanError, PlannerError
+from planner.graph import DTYPE_BYTES, Affine, Batch, Block, BlockClass, Graph, Kernel, Tensor, total
+from planner.operators import kernel_seconds
+from planner.plan import Mesh
+
+CLUSTER = Cluster.load("2x8xA100-80GB")
+
+
+def per_sample(amount):
+    return Affine(0.0, float(amount))
+
+
+def gpt_graph(num_layers=4, width=1024, sequence=512, vocabulary=8000, dtype="bfloat16", tied=False):
+    """A graph with the blocks and prices of a small GPT, and no nodes: what costs are made of."""
+    tensors: list[Tensor] = []
+    size = DTYPE_BYTES[dtype]
+    hidden = size * sequence * width
+
+    def tensor(**fields):
+        tensors.append(Tensor(**{"dtype": dtype, **fields}))
+        return len(tensors) - 1
+
+    def parameter(name, *shape):
+        return tensor(name=name, shape=shape, kind="parameter", requires_grad=True)
+
+    def activation(name):
+        return tensor(name=name, shape=(Batch(1), sequence, width), kind="activation", requires_grad=True)
+
+    def matmuls(columns, rows):
+        moved = Affine(size * columns * rows, size * sequence * (columns + rows))
+        one = Kernel(
+            op="aten.mm.default", phase="forward", kind="matmul", dtype=dtype, num_bytes=moved,
+            flop=per_sample(2 * sequence * columns * rows),
+        )  # fmt: skip
+        return [one, *[replace(one, phase="backward")] * 2]
+
+    def memory(forward, backward, num_bytes):
+        one = Kernel(
+            op="aten.add.Tensor", phase="forward", kind="memory", dtype=dtype, flop=Affine(),
+            num_bytes=per_sample(3 * num_bytes),
+        )  # fmt: skip
+        return [*[one] * forward, *[replace(one, phase="backward")] * backward]
+
+    def block_class(kernels, saved, peaks, saves_input):
+        return BlockClass(
+            kernels=tuple(kernels), saved=per_sample(saved), saves_input=saves_input, saves_output=(False,),
+            forward_peak=per_sample(peaks[0]), backward_peak=per_sample(peaks[1]),
+        )  # fmt: skip
+
+    layer = [
+        *matmuls(3 * width, width), *matmuls(width, width), *matmuls(4 * width, width), *matmuls(width, 4 * width),
+        *memory(10, 12, 2 * hidden),
+    ]  # fmt: skip
+    logits = size * sequence * vocabulary
+    classes = (
+        block_class(memory(1, 1, hidden), 0, (hidden, hidden), ()),
+        block_class(layer, 16 * hidden, (5 * hidden, 9 * hidden), (True,)),
+        block_class([*matmuls(vocabulary, width), *memory(3, 3, logits)], 2 * logits, (logits, 2 * logits), (True,)),
+    )
+    blocks: list[Block] = []
+
+    def block(name, class_index, inputs, outputs, parameters):
+        blocks.append(
+            Block(
+                name=name, kind="block" if class_index == 1 else "glue", class_index=class_index, nodes=(),
+                inputs=inputs, shared=(), outputs=outputs, parameters=parameters, buffers=(),
+                input_bytes=total(tensors[t].num_bytes for t in inputs),
+            )
+        )  # fmt: skip
+
+    ids = tensor(name="ids", shape=(Batch(1), sequence), dtype="int64", kind="input")
+    table, stream = parameter("wte", vocabulary, width), activation("h")
+    block("wte", 0, (), (stream,), (table,))
+    for layer_index in range(num_layers):
+        shapes = {"qkv": (3 * width, width), "o": (width, width), "up": (4 * width, width), "down": (width, 4 * width)}
+        own = tuple(parameter(f"{layer_index}.{name}", *shape) for name, shape in shapes.items())
+        own += tuple(parameter(f"{layer_index}.{name}", width) for name in ("ln1", "ln2"))
+        following = activation(f"h{layer_index}")
+        block(f"layer{layer_index}", 1, (stream,), (following,), own)
+        stream = following
+    loss = tensor(name="loss", shape=(), dtype="float32", kind="activation")
+    block("head", 2, (stream,), (loss,), (table if tied else parameter("head", vocabulary, width),))
+    return Graph(
+        name="gpt", dtype=dtype, tensors=tuple(tensors), nodes=(), inputs=(ids,), loss=loss, blocks=tuple(blocks),
+        classes=classes,
+    )  # fmt: skip
+
+
+GPT = gpt_graph()
+
+
+def priced(graph=GPT, cluster=CLUSTER, **changes):
+    configuration = {
+        "mesh": Mesh(dp_shard=8), "micro_batch": 2, "num_microbatches": 4, "schedule": "1f1b", "precision": "bf16",
+        "optimizer": "adamw",
+    }  # fmt: skip
+    return price(graph, cluster, **{**configuration, **changes})
+
+
+def test_strategies_follow_the_mesh():
+    assert [s.zero for s in strategies_of(Mesh(dp_replicate=4))] == [0, 0]
+    assert [(s.zero, s.recompute) for s in strategies_of(Mesh(dp_shard=4))] == [
+        (1, 0), (1, 1), (2, 0), (2, 1), (3, 0), (3, 1),
+    ]  # fmt: skip
+    assert strategies_of(Mesh(pp=4)) == (Strategy(0, 0), Strategy(0, 1))
+
+
+def test_one_device_computes_and_nothing_else():
+    graph, cluster = gpt_graph(dtype="float32"), Cluster.load("1x1xA100-80GB")
+    costs = priced(graph, cluster, mesh=Mesh(), precision="fp32", num_microbatches=1)
+    kernels = kernel_seconds(cluster.device, graph.classes[1].kernels, 2)
+    forward = [k.phase == "forward" for k in graph.classes[1].kernels]
+    launched = sum(forward) * cluster.device.dispatch_seconds
+
+    assert costs.forward_seconds[1, 0] == pytest.approx(max(kernels[forward].sum(), launched))
+    assert costs.exposed_seconds.tolist() == np.zeros((6, 2)).tolist()
+    assert (costs.gather_seconds + costs.reduce_seconds).sum() == costs.norm_seconds == 0.0
+
+
+def test_recomputation_is_one_more_forward_pass():
+    costs = priced(gpt_graph(width=4096), mesh=Mesh(), micro_batch=8)
+    forward, backward = costs.forward_seconds[1], costs.backward_seconds[1]
+
+    assert forward[0] == forward[1]
+    assert backward[1] - backward[0] == pytest.approx(forward[0], rel=1e-6)
+
+
+def test_zero_1_in_a_pipeline_reduces_once_and_in_the_open():
+    costs = priced(mesh=Mesh(pp=2, dp_shard=8))
+    group = axis_group(CLUSTER, {"pp": 2, "dp_shard": 8}, "dp_shard")
+    layer = sum(GPT.tensors[p].num_elements.fixed for p in GPT.blocks[1].parameters)
+    alone = reduce_scatter_seconds(4.0 * layer, group)
+
+    assert alone <= costs.reduce_seconds[1, 0] <= 1.5 * alone
+    assert costs.reduce_seconds[:, 2:].sum() == 0.0
+
+
+def test_zero_3_gathers_twice_per_micro_batch_and_zero_2_once_per_step():
+    costs = priced(mesh=Mesh(pp=2, dp_shard=8))
+
+    assert costs.gather_seconds[1, 4] == 0.0
+    assert costs.gather_seconds[1, 2] == costs.gather_seconds[1, 0] > 0.0
+    assert costs.exposed_seconds[1, 4] > costs.exposed_seconds[1, 2] > costs.exposed_seconds[1, 0]
+
+
+@given(st.floats(0, 10), st.floats(0, 10), st.floats(1, 2))
+def test_what_overlap_adds_is_the_definition_of_collectives(compute, link, slowdown):
+    added = float(exposed_seconds(np.array([compute]), np.array([link]), slowdown)[0])
+
+    assert compute + added == pytest.approx(overlapped_seconds(compute, link, slowdown))
+    assert exposed_seconds(np.array([compute]), np.array([link]), slowdown, overlaps=False)[0] == link
+
+
+def test_nothing_overlaps_where_the_processor_computes():
+    slow = replace(CLUSTER, device=replace(CLUSTER.device, synchronous_dispatch=True))
+    hidden, open_ = priced(mesh=Mesh(dp_replicate=8)), priced(cluster=slow, mesh=Mesh(dp_replicate=8))
+
+    assert hidden.reduce_seconds.sum() < open_.reduce_seconds.sum()
+
+
+def test_a_cut_is_one_message_forward_and_one_back():
+    costs = priced(mesh=Mesh(pp=2, dp_shard=8))
+    num_bytes = 2 * 2 * 512 * 1024  # micro-batch 2, bf16
+    pipe = axis_group(CLUSTER, {"pp": 2, "dp_shard": 8}, "pp")
+
+    assert costs.cut_seconds == pytest.approx([2 * send_recv_seconds(num_bytes, pipe)] * 5)
+    assert costs.cut_bytes == pytest.approx([4 * num_bytes] * 5)
+    # Behind stage 0: receive buffers of four gradients and the outputs of two micro-batches in flight.
+    assert costs.capacity_bytes == pytest.approx(
+        [CLUSTER.capacity_bytes - costs.input_bytes - 6 * num_bytes, CLUSTER.capacity_bytes - costs.input_bytes]
+    )
+
+
+def test_activations_between_blocks_are_counted_once():
+    costs = priced(micro_batch=1)
+    hidden = 2 * 512 * 1024
+
+    assert costs.activation_bytes[0].tolist() == [0.0, 0.0] * 3
+    assert costs.activation_bytes[1].tolist() == [17.0 * hidden, hidden] * 3
+
+
+def test_a_tied_parameter_counts_once_on_one_stage_and_on_each_of_two():
+    tied = gpt_graph(tied=True)
+    one, two = priced(tied), priced(tied, mesh=Mesh(pp=2, dp_shard=8))
+
+    assert one.state_bytes[5].sum() == 0.0
+    assert two.state_bytes[5] == pytest.approx(two.state_bytes[0])
+    assert one.tie_groups == two.tie_groups == ((0, 5),)
+    assert one.tie_seconds.sum() == 0.0 < two.tie_seconds[0].min()
+    assert two.tie_seconds[1:5].sum() == 0.0
+
+
+def test_frozen_parameters_need_no_gradient():
+    frozen = replace(GPT, tensors=tuple(replace(t, requires_grad=False) for t in GPT.tensors))
+    costs = priced(frozen)
+    layer = sum(GPT.tensors[p].num_elements.fixed for p in GPT.blocks[1].parameters)
+
+    assert costs.state_bytes[1, 4] == pytest.approx(4 * layer / 8)
+    assert costs.optimizer_seconds.sum() == costs.reduce_seconds.sum() == 0.0
+
+
+@given(st.floats(1.0, 4.0), st.sampled_from([Mesh(dp_shard=16), Mesh(dp_replicate=16), Mesh(pp=2, dp_shard=8)]))
+def test_more_bandwidth_is_never_slower(factor, mesh):
+    fast = replace(
+        CLUSTER,
+        **{
+            name: replace(link, bytes_per_second=factor * link.bytes_per_second)
+            for name in ("intra_node_link", "inter_node_link")
+            for link in [getattr(CLUSTER, name)]
+        },
+    )
+    slow_costs, fast_costs = priced(mesh=mesh), priced(cluster=fast, mesh=mesh)
+    tolerance = 1 + 1e-9
+
+    assert (fast_costs.seconds <= slow_costs.seconds * tolerance).all()
+    assert (fast_costs.gather_seconds <= slow_costs.gather_seconds * tolerance).all()
+    assert fast_costs.reduce_seconds.sum() <= slow_costs.reduce_seconds.sum() * tolerance
+    assert (fast_costs.cut_seconds <= slow_costs.cut_seconds * tolerance).all()
+
+
+@given(st.integers(1, 8), st.integers(1, 16), st.sampled_from(["gpipe", "1f1b"]))
+def test_recomputation_never_holds_more_activations(micro_batch, num_microbatches, schedule):
+    costs = priced(micro_batch=micro_batch, num_microbatches=num_microbatches, schedule=schedule)
+
+    assert (costs.activation_bytes[:, 1::2] <= costs.activation_bytes[:, ::2]).all()
+    assert (costs.seconds[:, 1::2] >= costs.seconds[:, ::2]).all()
+    assert (costs.state_bytes[:, 1::2] == costs.state_bytes[:, ::2]).all()
+
+
+@pytest.mark.parametrize(
+    ("changes", "error", "words"),
+    [
+        ({"mesh": Mesh(tp=2)}, PlanError, "tp, cp and ep"),
+        ({"mesh": Mesh(dp_shard=2, dp_replicate=2)}, PlanError, "cannot be mixed yet; use one of them with 4 ranks"),
+        ({"precision": "fp4"}, PlannerError, "'fp4' is none of"),
+        ({"optimizer": "lion"}, PlannerError, "'lion' is none of"),
+        ({"cluster": Cluster.load("1x8xV100-32GB")}, ClusterError, "does not compute in bfloat16"),
+    ],
+    ids=["tensor parallel", "both data axes", "precision", "optimizer", "device"],
+)
+def test_what_cannot_be_priced_is_refused(changes, error, words):
+    with pytest.raises(error, match=words):
+        priced(**changes)
+
+
+def test_the_same_inputs_give_the_same_costs_to_the_bit():
+    first, second = priced(gpt_graph()), priced(gpt_graph())
+
+    assert first.seconds.tobytes() == second.seconds.tobytes()
+    assert first.transient_bytes.tobytes() == second.transient_bytes.tobytes()
+
+
+def test_a_wide_layer_in_bf16_holds_the_state_of_its_zero_stage():
+    graph = gpt_graph(num_layers=8, width=8192, vocabulary=32000)
+    costs = priced(graph, mesh=Mesh(dp_shard=16))
+    per_element = costs.state_bytes[1] / sum(graph.tensors[p].num_elements.fixed for p in graph.blocks[1].parameters)
+
+    assert per_element[::2] == pytest.approx([4 / 16 + 2 + 4 + 8 / 16, 2 + 16 / 16, 16 / 16])
