@@ -35,6 +35,7 @@ _log = logging.getLogger(__name__)
 _FORMAT = 1  # changes with the meaning of a cached number
 _MAX_PROCESSES = 16
 _TIMEOUT_SECONDS = 90.0
+_WAIT_SECONDS = 120.0  # of ranks for the first one, which measures
 _STEPS = ("start", "matmul", "memory", "dispatch", "attention", "convolution", "gloo", "wrapper")
 _SOURCE = "measured here with all processes busy"
 
@@ -58,10 +59,20 @@ def local_cluster(
     """
     if num_processes is not None and num_processes < 1:
         raise ClusterError(f"the number of processes must be at least 1, got {num_processes}")
+    if num_processes is None and "LOCAL_WORLD_SIZE" in os.environ:
+        num_processes = int(os.environ["LOCAL_WORLD_SIZE"])  # under torchrun the ranks are the devices
     if torch.cuda.is_available():
         return _cuda_cluster(num_processes)
     count = num_processes or min(num_cores(), _MAX_PROCESSES)
     path = _cache_path(count) if use_cache and _cache_is_on() else None
+    if int(os.environ.get("LOCAL_WORLD_SIZE", "1")) > 1:
+        if path is None:
+            raise ClusterError(
+                "ranks must plan for the same numbers, so each cannot measure this machine for itself; "
+                "leave the cache on, or plan before with autoplan plan --out"
+            )
+        if int(os.environ.get("LOCAL_RANK", "0")) > 0:
+            return _measured_by_first_rank(path)
     if path is not None and path.exists():
         try:
             return Cluster.load(str(path))
@@ -71,6 +82,19 @@ def local_cluster(
     if path is not None:
         _write(path, cluster.to_json())
     return cluster
+
+
+def _measured_by_first_rank(path: Path) -> Cluster:
+    """Under torchrun the first rank of a machine measures, undisturbed, and the others read what it found."""
+    deadline = time.monotonic() + _WAIT_SECONDS
+    while time.monotonic() < deadline:
+        with contextlib.suppress(ClusterError):  # not there yet, or a corrupt one that the first rank replaces
+            return Cluster.load(str(path))
+        time.sleep(0.1)
+    raise ClusterError(
+        f"the first rank measured nothing in {_WAIT_SECONDS:.0f} s, or could not write {path}; "
+        "run autoplan cluster local before"
+    )
 
 
 def num_cores() -> int:

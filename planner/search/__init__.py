@@ -1,0 +1,136 @@
+"""`autoplan(model, cluster)`: trace, search, and return the fastest plan that fits."""
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from torch import Tensor, nn
+
+from planner.cluster import Cluster
+from planner.errors import PlanError
+from planner.measure import local_cluster
+from planner.plan import OPTIMIZERS, Plan
+from planner.search.choices import Pins
+from planner.search.engine import OBJECTIVES, Progress, Search, Statistics, search
+from planner.trace import trace
+from planner.zoo.infer import infer_batch
+
+__all__ = [
+    "OBJECTIVES", "SAMPLES_PER_DEVICE", "Pins", "Search", "Statistics", "autoplan", "cluster_named",
+    "default_precision", "ranked_plans", "search", "search_model",
+]  # fmt: skip
+
+SAMPLES_PER_DEVICE = 8  # of the default global batch
+LossFunction = Callable[[Any, Any], Tensor]
+
+
+def autoplan(model: nn.Module, cluster: Cluster | str = "local", **options: Any) -> Plan:
+    """The fastest plan that fits, of all ways this release knows to train `model` on `cluster`.
+
+    The weights may be on `meta`; nothing is rewritten. Options are those of `ranked_plans`. Without `global_batch`
+    it is 8 samples per device of the cluster, which a note of the plan states.
+
+    Raises:
+        PlannerError: no plan fits, or something given is wrong; one sentence.
+    """
+    return ranked_plans(model, cluster, **options, top=1)[0]
+
+
+def ranked_plans(
+    model: nn.Module,
+    cluster: Cluster | str = "local",
+    *,
+    batch: Any = None,
+    loss_fn: LossFunction | None = None,
+    global_batch: int | None = None,
+    precision: str | None = None,
+    optimizer: str = "adamw",
+    objective: str = "time",
+    fix: Pins | Mapping[str, Any] | str | None = None,
+    top: int = 5,
+    name: str = "",
+) -> tuple[Plan, ...]:
+    """The best plans, best first, each of another configuration.
+
+    `batch` is an example (any number of samples, `meta` will do): a dict of keyword arguments, a tuple of arguments,
+    or a tensor; it is inferred for models of the zoo and of Hugging Face. `loss_fn(output, batch)` returns the scalar
+    mean loss if the model does not. `precision` is bf16, fp32 or fp64; by default bf16 where the device has it.
+    `fix` pins choices, such as {"pp": 2, "zero": 1}.
+
+    Raises:
+        PlannerError: no plan fits, or something given is wrong; one sentence.
+    """
+    return search_model(
+        model, cluster, batch=batch, loss_fn=loss_fn, global_batch=global_batch, precision=precision,
+        optimizer=optimizer, objective=objective, fix=fix, top=top, name=name,
+    ).plans  # fmt: skip
+
+
+def search_model(
+    model: nn.Module,
+    cluster: Cluster | str,
+    *,
+    batch: Any = None,
+    loss_fn: LossFunction | None = None,
+    global_batch: int | None = None,
+    precision: str | None = None,
+    optimizer: str = "adamw",
+    objective: str = "time",
+    fix: Pins | Mapping[str, Any] | str | None = None,
+    top: int = 5,
+    name: str = "",
+    progress: Progress | None = None,
+    time_limit_seconds: float | None = None,
+) -> Search:
+    """`ranked_plans` with the statistics of the search, for the command line.
+
+    Raises:
+        PlannerError: no plan fits, or something given is wrong; one sentence.
+    """
+    pins = Pins.of(fix)
+    if optimizer not in OPTIMIZERS:
+        raise PlanError(f"optimizer {optimizer!r} is none of {', '.join(OPTIMIZERS)}")
+    place = cluster_named(cluster) if isinstance(cluster, str) else cluster
+    notes = []
+    if global_batch is None:
+        global_batch = SAMPLES_PER_DEVICE * place.num_devices
+        notes.append(f"no global batch was given: {global_batch}, {SAMPLES_PER_DEVICE} per device, is assumed")
+    if batch is None:
+        batch = infer_batch(model)
+    report = progress or (lambda *_: None)
+    graph = trace(
+        model,
+        batch,
+        precision=precision or default_precision(place),
+        loss_fn=loss_fn,
+        name=name,
+        device_kind="cpu" if place.device.kind == "cpu" else "cuda",
+        progress=lambda what: report(what, 0, 0),
+    )
+    notes += [f"no graph, so neither pipeline nor recomputation: {fallback}" for fallback in graph.fallbacks]
+    if graph.couples_samples:
+        notes.append(f"{graph.couples_samples}: one micro-batch on one data-parallel rank")
+    return search(
+        graph, place, global_batch=global_batch, precision=precision or default_precision(place),
+        optimizer=optimizer, objective=objective, pins=pins, top=top, notes=notes, progress=progress,
+        time_limit_seconds=time_limit_seconds,
+    )  # fmt: skip
+
+
+def cluster_named(text: str, num_processes: int | None = None, progress: Progress | None = None) -> Cluster:
+    """A cluster by preset, file, shorthand, or `local`: this machine, measured.
+
+    Raises:
+        ClusterError: nothing has this name.
+    """
+    if text.strip().lower() == "local":
+        report = progress or (lambda *_: None)
+        return local_cluster(
+            num_processes=num_processes,
+            progress=lambda part, what: report(f"measuring this machine: {what}", round(100 * part), 100),
+        )
+    return Cluster.load(text)
+
+
+def default_precision(cluster: Cluster) -> str:
+    """bf16 where the device has it, else fp32; fp32 on a CPU."""
+    return "bf16" if cluster.device.kind != "cpu" and cluster.device.supports("bfloat16") else "fp32"

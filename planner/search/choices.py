@@ -1,0 +1,152 @@
+"""The outer choices: what a user may fix, and every configuration that the arithmetic allows."""
+
+import math
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from typing import Any, get_args
+
+from planner.errors import PlanError
+from planner.plan import Mesh, Recompute, ScheduleName
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Pins:
+    """Choices that are made already; None leaves one to the search. `dp` is the product of both data-parallel axes."""
+
+    pp: int | None = None
+    dp: int | None = None
+    tp: int | None = None
+    zero: int | None = None
+    recompute: Recompute | None = None
+    micro_batch: int | None = None
+    num_microbatches: int | None = None
+    schedule: ScheduleName | None = None
+    devices: int | None = None
+
+    @classmethod
+    def of(cls, pins: "Pins | Mapping[str, Any] | str | None") -> "Pins":
+        """Pins from a mapping or from text such as `pp=4,zero=1,recompute=full`.
+
+        Raises:
+            PlanError: an unknown choice or value; all faults at once.
+        """
+        if pins is None or isinstance(pins, Pins):
+            return pins or cls()
+        faults = []
+        if isinstance(pins, str):
+            items = [item.partition("=") for item in pins.split(",") if item.strip()]
+            faults += [f"{key.strip()!r} has no value" for key, equals, _ in items if not equals]
+            named = [key.strip() for key, _, _ in items]
+            faults += [f"{key} is fixed twice" for key in dict.fromkeys(named) if named.count(key) > 1]
+            pins = {key.strip(): value.strip() for key, _, value in items}
+        known = [f.name for f in fields(cls)]
+        words = {"recompute": get_args(Recompute), "schedule": get_args(ScheduleName)}
+        least = {name: 0 if name == "zero" else 1 for name in known}
+        values: dict[str, Any] = {}
+        for key, value in pins.items():
+            if key not in known:
+                faults.append(f"{key!r} is none of {', '.join(known)}")
+            elif key in words:
+                if value not in words[key]:
+                    faults.append(f"{key} must be one of {', '.join(words[key])}, is {value!r}")
+                values[key] = value
+            elif isinstance(value, bool) or not re.fullmatch("[0-9]{1,9}", str(value)) or int(value) < least[key]:
+                faults.append(f"{key} must be a whole number, at least {least[key]}, is {value!r}")
+            else:
+                values[key] = int(value)
+        if values.get("zero", 0) > 3:
+            faults.append(f"zero must be 0, 1, 2 or 3, is {values['zero']}")
+        if values.get("tp", 1) != 1:
+            faults.append(f"tp={values['tp']} cannot be planned in this release; leave it out or use tp=1")
+        if faults:
+            raise PlanError(f"cannot fix these choices: {'; '.join(faults)}")
+        return cls(**values)
+
+    @property
+    def settle_all(self) -> bool:
+        """Whether nothing that decides about memory is left to the search, stage cuts apart."""
+        mesh = self.pp is not None and (self.dp is not None or self.devices is not None)
+        batch = self.micro_batch is not None or self.num_microbatches is not None
+        return mesh and batch and self.zero is not None and self.recompute is not None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, order=True)
+class Configuration:
+    """One outer choice. Ordered: fewer stages first, then fewer devices, larger micro-batches."""
+
+    pp: int
+    dp: int
+    sharded: bool
+    micro_batch: int
+    num_microbatches: int
+    schedule: str
+
+    @property
+    def devices(self) -> int:
+        """Devices used."""
+        return self.pp * self.dp
+
+    @property
+    def mesh(self) -> Mesh:
+        """Its mesh."""
+        return Mesh(pp=self.pp, dp_replicate=1 if self.sharded else self.dp, dp_shard=self.dp if self.sharded else 1)
+
+    def __str__(self) -> str:
+        return (
+            f"pp {self.pp}, dp {self.dp} ({'sharded' if self.sharded else 'replicated'}), micro-batch "
+            f"{self.micro_batch} x {self.num_microbatches}, {self.schedule}"
+        )
+
+
+def configurations(
+    num_blocks: int, num_devices: int, devices_per_node: int, global_batch: int, pins: Pins, *, has_graph: bool = True
+) -> list[Configuration]:
+    """Every configuration that the arithmetic allows, in a fixed order.
+
+    Device counts are divisors of a node, and whole nodes: divisors of their number and powers of two.
+    """
+    result = []
+    for devices in _device_counts(num_devices, devices_per_node, pins):
+        for pp in _divisors(devices):
+            dp = devices // pp
+            if pp > num_blocks or (pp > 1 and not has_graph) or global_batch % dp:
+                continue
+            if (pins.pp or pp) != pp or (pins.dp or dp) != dp:
+                continue
+            for micro_batch in _divisors(global_batch // dp):
+                count = global_batch // dp // micro_batch
+                if (pins.micro_batch or micro_batch) != micro_batch or (pins.num_microbatches or count) != count:
+                    continue
+                schedules = ["1f1b", "gpipe"] if pp > 1 else [pins.schedule or "1f1b"]
+                for schedule in schedules:
+                    if (pins.schedule or schedule) != schedule or (schedule == "1f1b" and pp > 1 and count < pp):
+                        continue
+                    for sharded in (False, True) if dp > 1 else (False,):
+                        if pins.zero is not None and dp > 1 and sharded != (pins.zero > 0):
+                            continue
+                        result.append(
+                            Configuration(
+                                pp=pp, dp=dp, sharded=sharded, micro_batch=micro_batch,
+                                num_microbatches=count, schedule=schedule,
+                            )
+                        )  # fmt: skip
+    return sorted(result)
+
+
+def _device_counts(num_devices: int, devices_per_node: int, pins: Pins) -> list[int]:
+    if pins.devices is not None or (pins.pp is not None and pins.dp is not None):
+        wanted = pins.devices or (pins.pp or 1) * (pins.dp or 1)
+        if wanted > num_devices:
+            raise PlanError(f"the fixed choices need {wanted} devices, the cluster has {num_devices}")
+        return [wanted]
+    nodes = num_devices // devices_per_node
+    counts = set(_divisors(min(devices_per_node, num_devices)))
+    counts |= {n * devices_per_node for n in _divisors(nodes)}
+    counts |= {devices_per_node * 2**k for k in range(nodes.bit_length()) if 2**k <= nodes}
+    return sorted(counts)
+
+
+def _divisors(number: int) -> list[int]:
+    small = [d for d in range(1, math.isqrt(number) + 1) if number % d == 0]
+    return sorted({*small, *(number // d for d in small)})

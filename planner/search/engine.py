@@ -1,0 +1,421 @@
+"""Choose everything together: enumerate the outer choices, bound them, solve what may win, simulate, rank.
+
+The outer choices are devices used, pipeline degree, data-parallel degree and kind (replicated or sharded), micro-batch
+and schedule; micro-batches follow from the global batch. For each configuration an integer program chooses stage cuts,
+ZeRO stage and recomputation of every block (`planner.problem`). The program proposes, the simulator judges: every
+configuration whose bound lies within (1 + delta) of the last ranked one is solved and simulated, where delta is the
+largest difference of program and simulator seen on random plans (`tests/test_simulate.py` prints and asserts it).
+"""
+
+import functools
+import math
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import asdict, dataclass, replace
+from typing import Any
+
+import numpy as np
+
+from planner.bound import Bound, bound, compute_only, least_bytes, relax
+from planner.cluster import Cluster
+from planner.costs import Costs, price
+from planner.errors import InfeasibleError, PlanError
+from planner.graph import Batch, Graph
+from planner.plan import BlockPlan, InputSpec, Plan, Prediction, StagePlan
+from planner.problem import Choice, Problem, evaluate, formulate
+from planner.search.choices import Configuration, Pins, configurations
+from planner.simulate import Simulation, model_flop_utilisation, simulate
+from planner.solve import solve, solve_together
+from planner.units import format_bytes
+
+DELTA = 0.06  # program against simulator: see the module docstring
+GAP = 1e-3  # within a configuration, and of the final program
+# Labels of the exact bound before the integer program takes over (3 million take about a second). Long pipelines are the
+# bound's strength, short ones HiGHS': GPT-3 with 64 stages takes 1.6 s and 59 s, Llama-3-70B with 2 stages 7 s and 0.2 s.
+BOUND_WORK = {"short": 200_000, "long": 10_000_000}
+LONG_PIPELINE = 9
+SURVIVORS = 5  # configurations of the final program; more makes it hopeless (20 and up)
+OBJECTIVES = ("time", "device-seconds")
+Progress = Callable[[str, int, int], None]  # what, done, of
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Statistics:
+    """What a search did. `gap` is (best - smallest bound of all not proven) / best by the program."""
+
+    configurations: int
+    bounded: int
+    solved_exactly: int
+    gap: float
+    delta: float = DELTA
+
+
+@dataclass(frozen=True, kw_only=True)
+class Search:
+    """Ranked plans, best first, and what was done to find them."""
+
+    plans: tuple[Plan, ...]
+    statistics: Statistics
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class _Candidate:
+    """A configuration with its costs, its program, and what is known of its optimum (seconds times weight)."""
+
+    configuration: Configuration
+    costs: Costs
+    problem: Problem
+    weight: float
+    lower: float
+    choice: Choice | None = None
+    value: float = math.inf
+    solved: bool = False
+
+
+def search(
+    graph: Graph,
+    cluster: Cluster,
+    *,
+    global_batch: int,
+    precision: str = "bf16",
+    optimizer: str = "adamw",
+    objective: str = "time",
+    pins: Pins | Mapping[str, Any] | str | None = None,
+    top: int = 5,
+    notes: Iterable[str] = (),
+    progress: Progress | None = None,
+    time_limit_seconds: float | None = None,
+) -> Search:
+    """The best plans, each of another configuration. Pure but for a time limit, which makes it say so in the gap.
+
+    Raises:
+        InfeasibleError: nothing fits; says the least memory that would.
+        PlanError: the fixed choices contradict each other, the batch or the model.
+    """
+    return _Searcher(
+        graph, cluster, global_batch, precision, optimizer, objective, Pins.of(pins), top, tuple(notes),
+        progress or (lambda *_: None), time_limit_seconds,
+    ).run()  # fmt: skip
+
+
+@dataclass
+class _Searcher:
+    """One search; `run` reads top to bottom."""
+
+    graph: Graph
+    cluster: Cluster
+    global_batch: int
+    precision: str
+    optimizer: str
+    objective: str
+    pins: Pins
+    top: int
+    notes: tuple[str, ...]
+    progress: Progress
+    time_limit_seconds: float | None
+
+    def run(self) -> Search:
+        """Enumerate, bound, solve, simulate, rank."""
+        if self.objective not in OBJECTIVES:
+            raise PlanError(f"objective {self.objective!r} is none of {', '.join(OBJECTIVES)}")
+        if self.top < 1 or self.global_batch < 1:
+            raise PlanError(f"top and global_batch must be at least 1, are {self.top} and {self.global_batch}")
+        self._check_pins()
+        found = configurations(
+            len(self.graph.blocks), self.cluster.num_devices, self.cluster.devices_per_node, self.global_batch,
+            self.pins, has_graph=not self.graph.fallbacks,
+        )  # fmt: skip
+        if self.graph.couples_samples:
+            found = [c for c in found if c.dp == 1 and c.num_microbatches == 1]
+        if not found:
+            raise PlanError(self._why_none())
+        candidates = self._bounded(found)
+        ignoring_memory = False
+        if not candidates:
+            if not self.pins.settle_all:
+                raise InfeasibleError(self._least_memory(found))
+            ignoring_memory = True
+            candidates = self._bounded(found, ignoring_memory=True)
+        candidates = self._solved(candidates)
+        plans = self._ranked(candidates)
+        best = min(c.value for c in candidates)
+        lowest = min(c.lower for c in candidates)
+        notes = self.notes
+        if ignoring_memory:
+            notes = (*notes, "the fixed choices do not fit; the plan is the fastest that ignores memory")
+        return Search(
+            plans=tuple(replace(p, notes=notes) for p in plans[: self.top]),
+            statistics=Statistics(
+                configurations=len(found),
+                bounded=self.num_bounded,
+                solved_exactly=sum(c.solved for c in candidates),
+                gap=max(0.0, (best - min(lowest, best)) / best),
+            ),
+        )
+
+    def _check_pins(self) -> None:
+        pins = self.pins
+        if pins.zero and (pins.dp == 1 or pins.devices == 1):
+            raise PlanError(f"zero={pins.zero} shards over data-parallel ranks, but dp is fixed to 1")
+        if self.graph.fallbacks:
+            if (pins.pp or 1) > 1:
+                raise PlanError(f"pp={pins.pp} needs a graph of the model, but {self.graph.fallbacks[0]}")
+            if pins.recompute == "full":
+                raise PlanError(f"recompute=full needs a graph of the model, but {self.graph.fallbacks[0]}")
+        if (pins.pp or 1) > len(self.graph.blocks):
+            raise PlanError(f"pp={pins.pp} needs as many blocks, the model has {len(self.graph.blocks)}")
+
+    def _why_none(self) -> str:
+        if self.graph.couples_samples:
+            return (
+                f"{self.graph.couples_samples}, so it trains only with one micro-batch on one data-parallel rank; "
+                "fix neither dp nor num_microbatches to more than 1"
+            )
+        fixed = ", ".join(f"{k}={v}" for k, v in asdict(self.pins).items() if v is not None)
+        parts = (self.pins.dp or 1) * (self.pins.micro_batch or 1) * (self.pins.num_microbatches or 1)
+        if self.global_batch % parts:
+            return (
+                f"a global batch of {self.global_batch} is not divisible by {parts} (fixed: {fixed}); "
+                f"use a multiple of {parts}"
+            )
+        return (
+            f"no configuration of {self.cluster.num_devices} devices agrees with a global batch of "
+            f"{self.global_batch} and {fixed or 'nothing fixed'}; fix fewer choices or change the global batch"
+        )
+
+    def _candidate(self, configuration: Configuration, *, ignoring_memory: bool) -> _Candidate:
+        """Price one configuration and write its program."""
+        costs = price(
+            self.graph, self.cluster, mesh=configuration.mesh, micro_batch=configuration.micro_batch,
+            num_microbatches=configuration.num_microbatches, schedule=configuration.schedule,
+            precision=self.precision, optimizer=self.optimizer,
+        )  # fmt: skip
+        problem = formulate(costs, allowed=self._allowed(costs))
+        if ignoring_memory:
+            problem = replace(problem, capacity_bytes=np.full(configuration.pp, np.finfo(np.float64).max / 4))
+        weight = configuration.devices if self.objective == "device-seconds" else 1
+        return _Candidate(
+            configuration=configuration, costs=costs, problem=problem, weight=weight,
+            lower=compute_only(problem) * weight,
+        )  # fmt: skip
+
+    def _allowed(self, costs: Costs) -> np.ndarray[Any, np.dtype[np.bool_]]:
+        """Which strategies the pins and the model leave to each block."""
+        keep = np.ones(len(costs.strategies), bool)
+        for index, strategy in enumerate(costs.strategies):
+            if self.pins.zero is not None and costs.mesh.dp > 1:
+                keep[index] &= strategy.zero == self.pins.zero
+            if self.pins.recompute is not None:
+                keep[index] &= strategy.recompute == (self.pins.recompute == "full")
+            if self.graph.fallbacks:
+                keep[index] &= not strategy.recompute
+        return np.tile(keep, (len(self.graph.blocks), 1))
+
+    def _bounded(self, found: list[Configuration], *, ignoring_memory: bool = False) -> list[_Candidate]:
+        """Candidates that may be ranked: bounded in the order of a cheap bound; the worse ones are skipped.
+
+        Within one mesh and micro-batch the program of GPipe is that of 1F1B with more memory held, so it cannot win
+        where 1F1B runs; it is bounded only where it is fixed or alone.
+        """
+        weight = {c: c.devices if self.objective == "device-seconds" else 1 for c in found}
+        ideal = {c: self._ideal_seconds(c) * weight[c] for c in found}
+        by_1f1b = {(c.pp, c.dp, c.sharded, c.micro_batch) for c in found if c.schedule == "1f1b" and c.pp > 1}
+        able = [
+            c for c in found
+            if not (c.schedule == "gpipe" and (c.pp, c.dp, c.sharded, c.micro_batch) in by_1f1b)
+        ]  # fmt: skip
+        able.sort(key=lambda c: (ideal[c], c))
+        kept: list[_Candidate] = []
+        values: list[float] = []
+        self.num_bounded = 0
+        priced: list[_Candidate] = []
+        for index, configuration in enumerate(able):
+            self.progress("pricing", index, len(able))
+            priced.append(self._candidate(configuration, ignoring_memory=ignoring_memory))
+        priced.sort(key=lambda c: (c.lower, c.configuration))
+        for index, candidate in enumerate(priced):
+            self.progress("bounding", index, len(priced))
+            if candidate.lower > self._limit(values):
+                break
+            found_bound = relax(candidate.problem, gap=GAP)
+            self.num_bounded += 1
+            if not math.isfinite(found_bound.seconds):
+                continue
+            improved = _with_bound(candidate, found_bound)
+            kept.append(improved)
+            if math.isfinite(improved.value):
+                values = sorted([*values, improved.value])[: self.top]
+        limit = self._limit(values)
+        return [c for c in kept if c.lower <= limit]
+
+    def _limit(self, values: list[float]) -> float:
+        """Bounds above this cannot be ranked: the last ranked value, with the simulator's margin."""
+        return values[-1] * (1 + DELTA) if len(values) >= self.top else math.inf
+
+    @functools.cached_property
+    def _seconds_per_sample(self) -> float:
+        """Least seconds of one sample on one device: all FLOP at the peak rate."""
+        device = self.cluster.device
+        peak = device.peak_flop_per_second.get(self.graph.dtype)
+        return self.graph.flop_per_sample() / peak if peak else 0.0
+
+    def _ideal_seconds(self, configuration: Configuration) -> float:
+        return self._seconds_per_sample * self.global_batch / configuration.devices
+
+    def _solved(self, candidates: list[_Candidate]) -> list[_Candidate]:
+        """Close the gap of every candidate that may be ranked; the best few as one program, with one proof."""
+        done: list[_Candidate] = []
+        queue = sorted(candidates, key=lambda c: (c.lower, c.configuration))
+        for index, candidate in enumerate(queue):
+            self.progress("solving", index, len(queue))
+            ready = sorted(c.value for c in [*done, *queue[index:]] if math.isfinite(c.value))[: self.top]
+            if candidate.lower > self._limit(ready):
+                continue
+            done.append(self._closed(candidate))
+        done = [c for c in done if c.choice is not None]
+        if not done:
+            raise InfeasibleError(self._least_memory([c.configuration for c in candidates]))
+        return self._final_program(done)
+
+    def _closed(self, candidate: _Candidate) -> _Candidate:
+        """Bound and plan within GAP of each other, by the bound if it can, else by the integer program."""
+        if candidate.value - candidate.lower <= GAP * candidate.value:
+            return candidate
+        work = BOUND_WORK["long" if candidate.configuration.pp >= LONG_PIPELINE else "short"]
+        improved = _with_bound(candidate, bound(candidate.problem, gap=GAP, max_work=work))
+        if improved.value - improved.lower <= GAP * improved.value or not math.isfinite(improved.lower):
+            return improved
+        try:
+            solution = solve(
+                improved.problem, gap=GAP, incumbent=improved.choice, lower_bound=improved.lower / improved.weight,
+                bounded=False, time_limit_seconds=self.time_limit_seconds,
+            )  # fmt: skip
+        except InfeasibleError:
+            return replace(improved, choice=None, value=math.inf, lower=math.inf, solved=True)
+        return replace(
+            improved, choice=solution.choice, value=solution.seconds * improved.weight,
+            lower=max(improved.lower, solution.lower_bound_seconds * improved.weight), solved=True,
+        )  # fmt: skip
+
+    def _final_program(self, done: list[_Candidate]) -> list[_Candidate]:
+        """Prove the winner among the few whose bounds lie below the best plan: degrees and cuts in one program."""
+        best = min(c.value for c in done)
+        rivals = sorted(
+            (c for c in done if c.lower < best * (1 - 1e-9)), key=lambda c: (c.value, c.lower, c.configuration)
+        )[:SURVIVORS]
+        if len(rivals) < 2:
+            return done
+        winner, solution = solve_together(
+            [c.problem for c in rivals],
+            gap=GAP / 2,
+            weights=[c.weight for c in rivals],
+            incumbents=[c.choice for c in rivals],
+            lower_bounds=[c.lower / c.weight for c in rivals],
+            bounded=False,
+            time_limit_seconds=self.time_limit_seconds,
+        )
+        weight = rivals[winner].weight
+        proven = solution.lower_bound_seconds * weight
+        changed = {id(c): replace(c, lower=max(c.lower, min(proven, c.value)), solved=True) for c in rivals}
+        first = rivals[winner]
+        if solution.seconds * weight < first.value:
+            better = replace(changed[id(first)], choice=solution.choice, value=solution.seconds * weight)
+            changed[id(first)] = better
+        return [changed.get(id(c), c) for c in done]
+
+    def _ranked(self, candidates: list[_Candidate]) -> list[Plan]:
+        """Simulated and sorted; equal times keep the order of configurations."""
+        plans = []
+        for candidate in sorted(candidates, key=lambda c: c.configuration):
+            plan = self._plan(candidate)
+            plans.append((plan.prediction.step_seconds * candidate.weight, candidate.configuration, plan))
+        plans.sort(key=lambda row: (round(row[0], 12), row[1]))
+        return [plan for _, _, plan in plans]
+
+    def _plan(self, candidate: _Candidate) -> Plan:
+        configuration, costs, choice = candidate.configuration, candidate.costs, candidate.choice
+        assert choice is not None
+        rows: list[list[tuple[int, int]]] = [[] for _ in range(configuration.pp)]
+        for block, (stage, strategy) in enumerate(zip(choice.stages, choice.strategies, strict=True)):
+            rows[stage].append((block, strategy))
+        simulation: Simulation = simulate(costs, rows, configuration.schedule, configuration.num_microbatches)
+        stages = tuple(
+            StagePlan(
+                blocks=tuple(
+                    BlockPlan(
+                        name=self.graph.blocks[block].name,
+                        zero=costs.strategies[strategy].zero,
+                        recompute="full" if costs.strategies[strategy].recompute else "none",
+                    )
+                    for block, strategy in row
+                )
+            )
+            for row in rows
+        )
+        return Plan(
+            model=self.graph.name,
+            cluster=self.cluster.name,
+            graph_fingerprint=self.graph.fingerprint,
+            cluster_fingerprint=self.cluster.fingerprint,
+            precision=self.precision,
+            optimizer=self.optimizer,
+            global_batch=self.global_batch,
+            micro_batch=configuration.micro_batch,
+            num_microbatches=configuration.num_microbatches,
+            schedule=configuration.schedule,  # type: ignore[arg-type]
+            mesh=configuration.mesh,
+            stages=stages,
+            inputs=_inputs(self.graph),
+            prediction=Prediction(
+                step_seconds=simulation.step_seconds,
+                bubble=simulation.bubble,
+                peak_bytes=tuple(simulation.peak_bytes),
+                capacity_bytes=float(self.cluster.capacity_bytes),
+                gap=max(0.0, (candidate.value - candidate.lower) / candidate.value),
+                mfu=model_flop_utilisation(
+                    self.graph, self.cluster, num_devices=configuration.devices, global_batch=self.global_batch,
+                    step_seconds=simulation.step_seconds,
+                ),
+                parts_seconds=tuple(simulation.parts_seconds),
+            ),
+        )  # fmt: skip
+
+    def _least_memory(self, found: list[Configuration]) -> str:
+        """The sentence for a cluster on which nothing fits."""
+        needs = [
+            (least_bytes(self._candidate(c, ignoring_memory=False).problem) + self._held_beside(c), c) for c in found
+        ]
+        least, configuration = min(needs)
+        return (
+            f"{self.graph.name} does not fit on {self.cluster.name} with a global batch of {self.global_batch}: the "
+            f"leanest plan ({configuration}) needs {format_bytes(least)} on a device, which has "
+            f"{format_bytes(self.cluster.capacity_bytes)}; use more devices, larger ones, or a shorter sequence"
+        )
+
+    def _held_beside(self, configuration: Configuration) -> float:
+        """What a stage holds besides its blocks."""
+        costs = self._candidate(configuration, ignoring_memory=False).costs
+        return float(np.max(costs.stage_bytes))
+
+
+def _with_bound(candidate: _Candidate, found: Bound) -> _Candidate:
+    """The candidate with a better bound, and with the plan of the bound if the evaluator agrees that it fits."""
+    lower = max(candidate.lower, found.seconds * candidate.weight)
+    result = replace(candidate, lower=lower)
+    if found.stages is not None and found.strategies is not None:
+        choice = Choice(stages=found.stages, strategies=found.strategies)
+        evaluation = evaluate(candidate.problem, choice)
+        if evaluation.feasible and evaluation.seconds * candidate.weight < candidate.value:
+            result = replace(result, choice=choice, value=evaluation.seconds * candidate.weight)
+    return result
+
+
+def _inputs(graph: Graph) -> tuple[InputSpec, ...]:
+    """What one sample of a batch looks like, so that ranks can trace without the batch."""
+    return tuple(
+        InputSpec(
+            name=graph.tensors[index].name,
+            shape=tuple(-1 if isinstance(size, Batch) else size for size in graph.tensors[index].shape),
+            dtype=graph.tensors[index].dtype,
+        )
+        for index in graph.inputs
+    )

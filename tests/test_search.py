@@ -1,0 +1,233 @@
+import itertools
+import json
+
+import pytest
+
+from planner import Plan, PlannerError, autoplan, ranked_plans
+from planner.cluster import Cluster
+from planner.costs import price
+from planner.errors import InfeasibleError, ModelError, PlanError
+from planner.problem import Choice, evaluate, formulate
+from planner.search.choices import Configuration, Pins, configurations
+from planner.search.engine import DELTA, search
+from planner.trace import trace
+from planner.zoo import build
+
+TIGHT = "1x4xA100-40GB"
+
+
+@pytest.fixture(scope="module")
+def graph():
+    module, batch = build("gpt-tiny", device="meta")
+    return trace(module, batch, precision="bf16", name="gpt-tiny")
+
+
+@pytest.fixture(scope="module")
+def large():
+    module, batch = build("gpt3-6.7b", device="meta")
+    return trace(module, batch, precision="bf16", name="gpt3-6.7b")
+
+
+def test_configurations_use_up_the_global_batch_and_come_in_a_fixed_order():
+    found = configurations(6, 8, 8, 12, Pins())
+
+    assert found == sorted(set(found))
+    assert all(c.dp * c.micro_batch * c.num_microbatches == 12 for c in found)
+    assert {c.devices for c in found} == {1, 2, 4, 8}
+    assert {c.pp for c in found} == {1, 2, 4}  # 8 stages would need 8 blocks
+    assert all(c.num_microbatches >= c.pp for c in found if c.schedule == "1f1b" and c.pp > 1)
+
+
+def test_device_counts_are_parts_of_a_node_and_whole_nodes():
+    found = configurations(4, 24, 8, 48, Pins())
+
+    assert {c.devices for c in found} == {1, 2, 4, 8, 16, 24}
+
+
+def test_pins_are_read_from_text_and_name_every_fault():
+    assert Pins.of("pp=4, zero=1,recompute=full") == Pins(pp=4, zero=1, recompute="full")
+    with pytest.raises(PlanError) as error:
+        Pins.of("pp=0,zero=9,recompute=some,width=2,dp")
+
+    for part in ("pp must be", "zero must be", "recompute must be", "'width' is none of", "'dp' has no value"):
+        assert part in str(error.value)
+
+
+def test_every_pin_holds_in_every_ranked_plan(graph):
+    cluster = Cluster.load("1x8xA100-80GB")
+    fixed = {"dp": 2, "zero": 3, "recompute": "full", "micro_batch": 2}
+
+    plans = search(graph, cluster, global_batch=32, pins=fixed).plans
+
+    assert plans
+    for plan in plans:
+        assert plan.mesh.dp == 2
+        assert plan.micro_batch == 2
+        assert all(b.zero == 3 and b.recompute == "full" for b in plan.block_plans)
+
+
+def test_ranked_plans_are_of_different_configurations_best_first_and_within_the_gap(large):
+    found = search(large, Cluster.load(TIGHT), global_batch=64)
+
+    times = [plan.prediction.step_seconds for plan in found.plans]
+    keys = [(p.mesh, p.micro_batch, p.num_microbatches, p.schedule) for p in found.plans]
+    assert len(found.plans) == 5
+    assert times == sorted(times)
+    assert len(set(keys)) == len(keys)
+    assert all(p.prediction.fits and p.prediction.gap <= 1e-3 for p in found.plans)
+    assert found.statistics.gap <= 1e-3
+
+
+def test_the_search_finds_the_best_of_all_configurations_and_choices():
+    """Brute force over everything: configurations x cuts x strategies, on a cluster where memory binds."""
+    module, batch = build("mlp-tiny", device="meta")
+    graph = trace(module, batch, precision="fp32", name="mlp-tiny")
+    for shrink in (1.0, 0.92, 0.85):
+        cluster = _with_capacity(graph, shrink)
+        found = search(graph, cluster, global_batch=8, precision="fp32", top=1)
+
+        best = min(_brute_force(graph, cluster, c) for c in configurations(len(graph.blocks), 2, 2, 8, Pins()))
+        plan = found.plans[0]
+        assert _value(graph, cluster, plan) <= best * (1 + 1e-3)
+        assert _value(graph, cluster, plan) * (1 + DELTA) >= best  # and is no better than possible
+
+
+def _with_capacity(graph, share: float) -> Cluster:
+    """Two devices with `share` of the memory that the plan without recomputation on both needs."""
+    cluster = Cluster.load("1x2xA100-40GB")
+    plan = search(graph, cluster, global_batch=8, precision="fp32", top=1).plans[0]
+    needed = max(plan.prediction.peak_bytes)
+    table = cluster.to_dict()
+    table["device"] = {
+        **cluster.device.to_dict(),
+        "memory_bytes": round(needed * share) + 1,
+        "context_bytes": 0,
+        "communicator_bytes": 0,
+        "allocator_slack_fraction": 0.0,
+    }
+    return Cluster.from_dict(table)
+
+
+def _problem(graph, cluster: Cluster, configuration: Configuration):
+    costs = price(
+        graph, cluster, mesh=configuration.mesh, micro_batch=configuration.micro_batch,
+        num_microbatches=configuration.num_microbatches, schedule=configuration.schedule,
+        precision="fp32", optimizer="adamw",
+    )  # fmt: skip
+    return costs, formulate(costs)
+
+
+def _brute_force(graph, cluster: Cluster, configuration: Configuration) -> float:
+    _, problem = _problem(graph, cluster, configuration)
+    blocks = problem.num_blocks
+    best = float("inf")
+    for cuts in itertools.combinations(range(1, blocks), configuration.pp - 1):
+        stages = tuple(sum(c <= i for c in cuts) for i in range(blocks))
+        for strategies in itertools.product(range(problem.num_strategies), repeat=blocks):
+            evaluation = evaluate(problem, Choice(stages=stages, strategies=strategies))
+            if evaluation.feasible:
+                best = min(best, evaluation.seconds)
+    return best
+
+
+def _value(graph, cluster: Cluster, plan: Plan) -> float:
+    """A plan's seconds by the program."""
+    configuration = Configuration(
+        pp=plan.mesh.pp, dp=plan.mesh.dp, sharded=plan.mesh.dp_shard > 1, micro_batch=plan.micro_batch,
+        num_microbatches=plan.num_microbatches, schedule=plan.schedule,
+    )  # fmt: skip
+    costs, problem = _problem(graph, cluster, configuration)
+    index = {(s.zero, "full" if s.recompute else "none"): i for i, s in enumerate(costs.strategies)}
+    evaluation = evaluate(
+        problem,
+        Choice(
+            stages=tuple(i for i, s in enumerate(plan.stages) for _ in s.blocks),
+            strategies=tuple(index[b.zero, b.recompute] for b in plan.block_plans),
+        ),
+    )
+    assert evaluation.feasible
+    return evaluation.seconds
+
+
+def test_a_cluster_on_which_nothing_fits_is_told_the_least_memory_that_would():
+    module, batch = build("gpt3-175b", device="meta")
+    graph = trace(module, batch, precision="bf16", name="gpt3-175b")
+
+    with pytest.raises(InfeasibleError, match=r"gpt3-175b does not fit on .* needs [0-9.]+ (GiB|TiB) on a device") as e:
+        search(graph, Cluster.load("1x2xA10G"), global_batch=4)
+
+    assert "\n" not in str(e.value)
+
+
+def test_a_fully_pinned_plan_that_does_not_fit_is_priced_and_says_so(large):
+    pins = "pp=1,dp=1,zero=0,recompute=none,micro_batch=8"
+
+    plan = search(large, Cluster.load("1x1xA10G"), global_batch=8, pins=pins).plans[0]
+
+    assert not plan.prediction.fits
+    assert any("do not fit" in note for note in plan.notes)
+
+
+def test_fewer_devices_than_given_is_an_answer(graph):
+    # One sample cannot be split over data-parallel ranks, and a pipeline of one micro-batch only adds messages.
+    plan = search(graph, Cluster.load("1x8xA100-80GB"), global_batch=1).plans[0]
+
+    assert plan.devices == 1
+
+
+def test_device_seconds_prefers_fewer_devices(large):
+    cluster = Cluster.load("2x8xA100-80GB")
+
+    quick = search(large, cluster, global_batch=64, top=1).plans[0]
+    cheap = search(large, cluster, global_batch=64, top=1, objective="device-seconds").plans[0]
+
+    assert cheap.devices < quick.devices
+    assert cheap.devices * cheap.prediction.step_seconds < quick.devices * quick.prediction.step_seconds
+
+
+def test_a_batch_that_the_pins_do_not_divide_is_refused_with_the_multiple_to_use(graph):
+    with pytest.raises(PlanError, match="a global batch of 7 is not divisible by 2"):
+        search(graph, Cluster.load("1x8xA100-80GB"), global_batch=7, pins="dp=2")
+
+
+@pytest.mark.parametrize(
+    ("pins", "sentence"),
+    [
+        ("zero=3,dp=1", "zero=3 shards over data-parallel ranks"),
+        ("pp=99", "pp=99 needs as many blocks"),
+        ("pp=4,dp=4", "need 16 devices, the cluster has 8"),
+        ("tp=2", "tp=2 cannot be planned"),
+    ],
+)
+def test_contradicting_pins_are_refused(graph, pins, sentence):
+    with pytest.raises(PlanError, match=sentence):
+        search(graph, Cluster.load("1x8xA100-80GB"), global_batch=8, pins=pins)
+
+
+def test_a_plan_survives_its_file(graph, tmp_path):
+    plan = search(graph, Cluster.load("1x8xA100-80GB"), global_batch=32).plans[0]
+    plan.save(tmp_path / "plan.json")
+
+    assert Plan.load(tmp_path / "plan.json") == plan
+    assert json.loads((tmp_path / "plan.json").read_text())["fits"] is True
+
+
+def test_autoplan_infers_the_batch_of_zoo_and_hugging_face_models_and_states_the_global_batch():
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    module, _ = build("gpt-tiny", device="meta")
+    other = GPT2LMHeadModel(GPT2Config(n_embd=32, n_layer=4, n_head=4, vocab_size=96, n_positions=16))
+
+    for model in (module, other):
+        plan = autoplan(model, "1x4xA100-40GB")
+        assert plan.global_batch == 32
+        assert any("no global batch was given: 32" in note for note in plan.notes)
+    assert len(ranked_plans(module, "1x4xA100-40GB", global_batch=8, top=3)) == 3
+
+
+def test_a_model_that_does_not_tell_its_batch_needs_one():
+    from torch import nn
+
+    with pytest.raises(ModelError, match="cannot be inferred; give an example"):
+        autoplan(nn.Linear(2, 2), "1x4xA100-40GB")
+    assert issubclass(ModelError, PlannerError)
