@@ -1,5 +1,6 @@
 import itertools
 import json
+import re
 
 import pytest
 
@@ -9,9 +10,12 @@ from planner.costs import price
 from planner.errors import InfeasibleError, ModelError, PlanError
 from planner.problem import Choice, evaluate, formulate
 from planner.search.choices import Configuration, Pins, configurations
-from planner.search.engine import DELTA, search
+from planner.search.engine import search
 from planner.trace import trace
+from planner.units import parse_bytes
 from planner.zoo import build
+from planner.zoo.mlp import MLP, MLPConfig
+from planner.zoo.registry import batch_of_module
 
 TIGHT = "1x4xA100-40GB"
 
@@ -78,29 +82,34 @@ def test_ranked_plans_are_of_different_configurations_best_first_and_within_the_
     assert found.statistics.gap <= 1e-3
 
 
-def test_the_search_finds_the_best_of_all_configurations_and_choices():
+@pytest.mark.parametrize("share", [0.1, 0.4, 1.0])
+def test_the_search_finds_the_best_of_all_configurations_and_choices(share):
     """Brute force over everything: configurations x cuts x strategies, on a cluster where memory binds."""
-    module, batch = build("mlp-tiny", device="meta")
-    graph = trace(module, batch, precision="fp32", name="mlp-tiny")
-    for shrink in (1.0, 0.92, 0.85):
-        cluster = _with_capacity(graph, shrink)
-        found = search(graph, cluster, global_batch=8, precision="fp32", top=1)
+    module = MLP(MLPConfig(features=64, width=64, layers=2, classes=8))
+    graph = trace(module, batch_of_module(module), precision="fp32", name="mlp")
+    cluster = _with_memory(graph, share)
+    found = search(graph, cluster, global_batch=4, precision="fp32", top=1)
 
-        best = min(_brute_force(graph, cluster, c) for c in configurations(len(graph.blocks), 2, 2, 8, Pins()))
-        plan = found.plans[0]
-        assert _value(graph, cluster, plan) <= best * (1 + 1e-3)
-        assert _value(graph, cluster, plan) * (1 + DELTA) >= best  # and is no better than possible
+    best = min(_brute_force(graph, cluster, c) for c in configurations(len(graph.blocks), 2, 2, 4, Pins()))
+
+    assert _value(graph, cluster, found.plans[0]) == pytest.approx(best, rel=1e-3)
 
 
-def _with_capacity(graph, share: float) -> Cluster:
-    """Two devices with `share` of the memory that the plan without recomputation on both needs."""
+def _with_memory(graph, share: float) -> Cluster:
+    """Two devices with memory between what the leanest plan and what the fastest plan needs."""
     cluster = Cluster.load("1x2xA100-40GB")
-    plan = search(graph, cluster, global_batch=8, precision="fp32", top=1).plans[0]
-    needed = max(plan.prediction.peak_bytes)
+    needed = max(search(graph, cluster, global_batch=4, precision="fp32", top=1).plans[0].prediction.peak_bytes)
+    with pytest.raises(InfeasibleError) as error:
+        search(graph, _with_bytes(cluster, 1), global_batch=4, precision="fp32")
+    least = parse_bytes(re.search(r"needs ([0-9.]+ \w+) on a device", str(error.value))[1]) * 1.05
+    return _with_bytes(cluster, least + share * max(0.0, needed - least))
+
+
+def _with_bytes(cluster: Cluster, num_bytes: float) -> Cluster:
     table = cluster.to_dict()
     table["device"] = {
         **cluster.device.to_dict(),
-        "memory_bytes": round(needed * share) + 1,
+        "memory_bytes": round(num_bytes),
         "context_bytes": 0,
         "communicator_bytes": 0,
         "allocator_slack_fraction": 0.0,
@@ -168,11 +177,15 @@ def test_a_fully_pinned_plan_that_does_not_fit_is_priced_and_says_so(large):
     assert any("do not fit" in note for note in plan.notes)
 
 
-def test_fewer_devices_than_given_is_an_answer(graph):
-    # One sample cannot be split over data-parallel ranks, and a pipeline of one micro-batch only adds messages.
-    plan = search(graph, Cluster.load("1x8xA100-80GB"), global_batch=1).plans[0]
+def test_fewer_devices_than_given_is_an_answer():
+    # Two nodes joined by slow Ethernet: reducing the gradients of 1.6 billion parameters takes longer than the batch.
+    module, batch = build("gpt2-xl", device="meta")
+    graph = trace(module, batch, precision="bf16", name="gpt2-xl")
+    cluster = Cluster.load("2x4xA10G")
 
-    assert plan.devices == 1
+    plan = search(graph, cluster, global_batch=8, top=1, pins="pp=1").plans[0]
+
+    assert plan.devices < cluster.num_devices
 
 
 def test_device_seconds_prefers_fewer_devices(large):
