@@ -104,7 +104,7 @@ class Costs:
     norm_seconds: float  # once a step
     in_flight: Ints  # [P]
     capacity: float
-    tie_groups: tuple[tuple[int, ...], ...]  # blocks that share a parameter, joined where groups overlap
+    tie_groups: tuple[tuple[int, ...], ...]  # blocks that share parameters: one ZeRO stage for all
 
     @property
     def num_stages(self) -> int:
@@ -443,13 +443,13 @@ def _shape(tensor: Tensor) -> tuple[int, ...]:
 
 @lru_cache(maxsize=256)
 def _tie_groups(graph: _Same) -> tuple[tuple[int, ...], ...]:
-    """Disjoint sets of blocks that share parameters, directly or through others."""
-    groups: list[set[int]] = []
-    for _, owners in graph.value.tie_groups:
-        touching = [group for group in groups if group & set(owners)]
-        groups = [group for group in groups if group not in touching]
-        groups.append(set(owners).union(*touching))
-    return tuple(sorted(tuple(sorted(group)) for group in groups))
+    """All blocks that share a parameter with another, as one group.
+
+    On one stage a single FSDP group holds all shared parameters, so they have one ZeRO stage; groups are joined
+    wherever they lie, so that every plan can be run.
+    """
+    owners = sorted({block for _, readers in graph.value.tie_groups for block in readers})
+    return (tuple(owners),) if owners else ()
 
 
 @lru_cache(maxsize=1024)

@@ -1,0 +1,171 @@
+"""What a trainer promises beside equality: its optimizer, its state, and what it refuses."""
+
+from collections.abc import Iterator
+
+import pytest
+
+from planner.schedule import actions
+from tests import distributed_cases as cases
+from tests.distributed_cases import NUM_MICROBATCHES, Kind
+from tests.ranks import RankPool
+
+pytestmark = pytest.mark.distributed
+
+
+@pytest.fixture(scope="module")
+def one(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RankPool]:
+    with RankPool(1, tmp_path_factory.mktemp("one"), timeout_seconds=100) as pool:
+        yield pool
+
+
+@pytest.fixture(scope="module")
+def two(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RankPool]:
+    with RankPool(2, tmp_path_factory.mktemp("two"), timeout_seconds=100) as pool:
+        yield pool
+
+
+@pytest.fixture(scope="module")
+def four(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RankPool]:
+    with RankPool(4, tmp_path_factory.mktemp("four"), timeout_seconds=100) as pool:
+        yield pool
+
+
+SENTENCES = {
+    "world": "the plan is for 4 processes, one per device, and 2 were started",
+    "fingerprint": "the plan was made for another model",
+    "meta": "parameter tokens.weight is on meta",
+    "unequal": "blocks.1.mlp.up.bias of rank 0 and blocks.1.mlp.up.bias of rank 1 differ",
+    "another model": "the model has no parameter head.weight",
+    "coupled": "model.py:7: it compares samples",
+    "tp": "tp=2",
+    "mixed": "mixes ZeRO-0",
+    "batch": "24 samples, not its global batch of 25",
+    "class": "one pipeline stage has ZeRO stages [1, 2]",
+    "few micro-batches": "1f1b needs as many micro-batches as stages: 1 < 2",
+    "precision": "trains in fp32, the graph was traced in float64",
+}
+
+
+@pytest.mark.parametrize("change", SENTENCES)
+def test_a_plan_that_cannot_be_run_as_stated_is_refused(two: RankPool, change: str) -> None:
+    for sentence in two.run(cases.refusal, change):
+        assert SENTENCES[change] in sentence
+        assert "\n" not in sentence
+
+
+def test_a_batch_that_does_not_fit_is_refused_in_one_sentence(two: RankPool) -> None:
+    for answers in two.run(cases.bad_batches):
+        assert "lacks 'labels'" in answers["missing"]
+        assert "has 'mask'" in answers["unknown"]
+        assert "has 11 samples, this data rank takes 12" in answers["samples"]
+        assert "has shape [12, 11], the plan was made for [12, 12]" in answers["shape"]
+        assert "is torch.int32, the plan was made for torch.int64" in answers["dtype"]
+        assert "no tensor with a batch dim" in answers["empty"]
+        assert "between 21 and 22 targets" in answers["uneven"]
+        assert answers["even"] == ""
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "gpipe"])
+def test_torch_runs_the_passes_in_the_order_that_the_planner_prices(two: RankPool, schedule: str) -> None:
+    for stage, passes in enumerate(two.run(cases.schedule_order, schedule)):
+        wanted = [f"{a.phase[0]}{a.micro_batch}" for a in actions(schedule, stage, 2, NUM_MICROBATCHES)]
+
+        assert passes == wanted
+
+
+FROZEN_FRONT = ("layers.0", "layers.1", "layers.2", "gain")
+
+
+@pytest.mark.parametrize(
+    "kind",
+    [
+        Kind(name="ZeRO-0", dp=2),
+        Kind(name="ZeRO-1", dp=2, zero=(1,)),
+        Kind(name="ZeRO-3", dp=2, zero=(3,), recompute=("full",)),
+        Kind(name="1F1B", pp=2, sizes=(2,), longest=1),
+        Kind(name="GPipe", pp=2, sizes=(2,), longest=1, schedule="gpipe", recompute=("full",)),
+    ],
+    ids=lambda kind: kind.name,
+)
+@pytest.mark.parametrize("frozen", [(), FROZEN_FRONT, ("layers.3.weight", "head.bias")])
+def test_frozen_parameters_schedulers_and_names(two: RankPool, kind: Kind, frozen: tuple[str, ...]) -> None:
+    results = two.run(cases.train_frozen, kind, frozen)
+
+    given = {name for result in results for name in result["given"]}
+    trained = [n for n, p in cases.frozen_model(frozen).named_parameters() if p.requires_grad and n != "spare"]
+    assert given == set(trained)
+    for result in results:
+        assert result["error"] < 1e-9
+        assert result["keys"]
+        assert result["optimizer"] == bool(result["given"])
+    if kind.pp == 2 and frozen == FROZEN_FRONT:
+        assert [result["optimizer"] for result in results] == [False, True]
+
+
+def test_one_device_trains_the_users_own_parameter_objects(one: RankPool) -> None:
+    (result,) = one.run(cases.train_frozen, Kind(name=""), ())
+
+    assert result["error"] < 1e-9
+    assert result["meta"] == []
+
+
+@pytest.mark.parametrize("kind", [Kind(name=""), Kind(name="", zero=(3,), recompute=("full",))])
+def test_an_error_inside_a_block_names_the_users_line(one: RankPool, kind: Kind) -> None:
+    (note,) = one.run(cases.failing_note, kind)
+
+    assert "in block tokens+positions" in note
+    assert "gpt.py:" in note
+    assert "aten.embedding.default" in note
+
+
+@pytest.mark.parametrize("zero", [0, 1, 2, 3])
+def test_bf16_follows_fp32(one: RankPool, two: RankPool, zero: int) -> None:
+    exact = one.run(cases.low_precision, Kind(name=""), "fp32")[0]
+    alone = one.run(cases.low_precision, Kind(name="", zero=(zero,)), "bf16")[0]
+    both = two.run(cases.low_precision, Kind(name="", dp=2, zero=(zero,)), "bf16")
+
+    assert alone == pytest.approx(exact, rel=5e-3)
+    assert both[0] == both[1]
+    assert both[0] == pytest.approx(exact, rel=5e-3)
+
+
+def test_fp32_in_a_pipeline_and_with_zero_equals_one_device(one: RankPool, two: RankPool) -> None:
+    exact = one.run(cases.low_precision, Kind(name=""), "fp32")[0]
+
+    for kind in (Kind(name="", pp=2), Kind(name="", dp=2, zero=(3,))):
+        assert two.run(cases.low_precision, kind, "fp32")[0] == pytest.approx(exact, rel=1e-5)
+
+
+def test_bf16_in_a_pipeline_trains(one: RankPool, two: RankPool) -> None:
+    exact = one.run(cases.low_precision, Kind(name=""), "fp32")[0]
+
+    for zero in (0, 1, 2):
+        losses = two.run(cases.low_precision, Kind(name="", pp=2, zero=(zero,)), "bf16")[0]
+        assert losses == pytest.approx(exact, rel=5e-3)
+
+
+def test_apply_traces_from_what_the_plan_says_of_a_batch(two: RankPool) -> None:
+    for loss, eager in two.run(cases.apply_by_the_plan_alone):
+        assert loss == pytest.approx(eager, rel=1e-12)
+
+
+@pytest.mark.parametrize(
+    "kind",
+    [
+        Kind(name="1F1B", pp=4),
+        Kind(name="GPipe", pp=4, schedule="gpipe", recompute=("full",)),
+        Kind(name="1F1B ZeRO-3", pp=2, dp=2, zero=(3,)),
+    ],
+    ids=lambda kind: kind.name,
+)
+def test_activations_that_skip_stages_are_relayed(four: RankPool, kind: Kind) -> None:
+    for error, carried in four.run(cases.train_skipping, kind):
+        assert error < 1e-9
+        assert all(len(cut) > 1 for cut in carried[1:-1])
+        assert "bool" in carried[2]
+
+
+def test_an_error_inside_a_pipeline_names_the_users_line(one: RankPool) -> None:
+    (notes,) = one.run(cases.note_of_a_failed_schedule)
+
+    assert notes == ["in block b, model.py:3 (operator aten.embedding.default)"]
