@@ -29,6 +29,7 @@ from planner.trace.kernels import (
     REPLACEMENTS,
     CudaFunctions,
     DeviceKind,
+    Kind,
     Launched,
     device_of,
     launched,
@@ -144,8 +145,8 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
 # --- from two sizes to lines ----------------------------------------------------------------------
 
 
-def _fit(values: tuple[float, float], sizes: tuple[int, int], what: str) -> Affine:
-    """The line through two values.
+def _fit(values: tuple[float, float], sizes: tuple[int, int], what: str, *, linearised: bool = False) -> Affine:
+    """The line through two values; one from zero through the second where they do not grow in a line, if `linearised`.
 
     Raises:
         TraceError: the line would start below zero or fall: the quantity is no line.
@@ -154,6 +155,8 @@ def _fit(values: tuple[float, float], sizes: tuple[int, int], what: str) -> Affi
     per_sample = (high - low) / (large - small)
     fixed = low - per_sample * small
     tolerance = 1e-6 * max(low, high, 1.0)
+    if linearised and (fixed < -tolerance or per_sample < -tolerance):
+        return Affine(0.0, high / large)
     if fixed < -tolerance or per_sample < -tolerance:
         raise TraceError(
             f"{what} grow from {low:g} to {high:g} between micro-batch {small} and {large}, "
@@ -162,7 +165,9 @@ def _fit(values: tuple[float, float], sizes: tuple[int, int], what: str) -> Affi
     return Affine(max(fixed, 0.0), max(per_sample, 0.0))
 
 
-def _fit_kernels(runs: tuple[Sequence[_Launch], Sequence[_Launch]], sizes: tuple[int, int]) -> tuple[Kernel, ...]:
+def _fit_kernels(
+    runs: tuple[Sequence[_Launch], Sequence[_Launch]], sizes: tuple[int, int], *, linearised: bool = False
+) -> tuple[Kernel, ...]:
     first, second = runs
     if [k.kernel.op for k in first] != [k.kernel.op for k in second]:
         raise TraceError(
@@ -175,12 +180,29 @@ def _fit_kernels(runs: tuple[Sequence[_Launch], Sequence[_Launch]], sizes: tuple
             phase=launch.phase,
             kind=a.kind,
             dtype=a.dtype,
-            flop=_fit((a.flop, b.flop), sizes, f"FLOP of {a.op}"),
-            num_bytes=_fit((a.num_bytes, b.num_bytes), sizes, f"bytes of {a.op}"),
+            flop=_fit((a.flop, b.flop), sizes, f"FLOP of {a.op}", linearised=linearised),
+            num_bytes=_fit((a.num_bytes, b.num_bytes), sizes, f"bytes of {a.op}", linearised=linearised),
         )
         for launch, other in zip(first, second, strict=True)
         for a, b in [(launch.kernel, other.kernel)]
     )
+
+
+def _by_operator(launches: Sequence[_Launch], others: Sequence[_Launch]) -> list[_Launch]:
+    """One kernel for each operator of either run, with the sums over `launches`."""
+    sums: dict[tuple[str, Kind, str, Phase], list[float]] = {}
+    for launch in (*launches, *others):
+        kernel = launch.kernel
+        sums.setdefault((kernel.op, kernel.kind, kernel.dtype, launch.phase), [0.0, 0.0])
+    for launch in launches:
+        kernel = launch.kernel
+        found = sums[kernel.op, kernel.kind, kernel.dtype, launch.phase]
+        found[0] += kernel.flop
+        found[1] += kernel.num_bytes
+    return [
+        _Launch(Launched(op, kind, dtype, flop, num_bytes), phase, "")
+        for (op, kind, dtype, phase), (flop, num_bytes) in sorted(sums.items())
+    ]
 
 
 def _fit_peak(levels: tuple[np.ndarray, np.ndarray], sizes: tuple[int, int]) -> Affine:
@@ -239,12 +261,15 @@ def price_nodes(
     device_kind: DeviceKind = "cuda",
     detached: Collection[int] = (),
     micro_batches: tuple[int, int] = (2, 4),
+    linearised: bool = False,
 ) -> BlockClass:
     """Kernels, saved bytes and peaks of a block, forward and backward, alone on fake tensors.
 
     Floating-point `inputs` get gradients unless `detached`; `shared` tensors do not. Saved bytes
     count whole storages once. The peaks hold outputs and incoming gradients but no gradients of
-    parameters, which a rank's memory counts by itself.
+    parameters, which a rank's memory counts by itself. In a block that compares samples with each
+    other, quantities grow with the square of the micro-batch; `linearised`, they are right at the
+    larger of `micro_batches` only.
 
     Raises:
         TraceError: an operator has no FLOP formula, or a quantity is not linear in the micro-batch.
@@ -254,8 +279,8 @@ def price_nodes(
             _run_block(tensors, nodes, inputs, shared, outputs, size, device_kind, detached) for size in micro_batches
         )
     return BlockClass(
-        kernels=_fit_kernels((first.launches, second.launches), micro_batches),
-        saved=_fit((first.saved, second.saved), micro_batches, "saved bytes"),
+        kernels=_fit_kernels((first.launches, second.launches), micro_batches, linearised=linearised),
+        saved=_fit((first.saved, second.saved), micro_batches, "saved bytes", linearised=linearised),
         saves_input=first.saves_input,
         saves_output=first.saves_output,
         forward_peak=_fit_peak((first.forward_levels, second.forward_levels), micro_batches),
@@ -476,18 +501,19 @@ def price_module(
         with _as_trace_error("the model"):
             runs.append(_run_module(model, batch, loss_fn, wrapped, dtype, device_kind, size))
     first, second = runs
+
+    def kernels(owner: str) -> tuple[Kernel, ...]:
+        low, high = ([k for k in run.launches if k.owner == owner] for run in (first, second))
+        if [k.kernel.op for k in low] != [k.kernel.op for k in high]:  # a loop over samples, say
+            low, high = _by_operator(low, high), _by_operator(high, low)
+        return _fit_kernels((low, high), micro_batches, linearised=True)
+
     return {
         owner: BlockClass(
-            kernels=_fit_kernels(
-                (
-                    [k for k in first.launches if k.owner == owner],
-                    [k for k in second.launches if k.owner == owner],
-                ),
-                micro_batches,
-            ),
+            kernels=kernels(owner),
             saved=_fit(
                 (first.saved.get(owner, 0.0), second.saved.get(owner, 0.0)),
-                micro_batches, f"saved bytes of {owner or 'the model'}",
+                micro_batches, f"saved bytes of {owner or 'the model'}", linearised=True,
             ),
             saves_input=(),
             saves_output=(),
@@ -579,7 +605,8 @@ def _fake_copy(model: nn.Module, dtype: torch.dtype, device: torch.device) -> nn
         )
     for buffer in model.buffers():
         memo[id(buffer)] = torch.empty(buffer.shape, dtype=buffer.dtype, device=device)
-    return copy.deepcopy(model, memo).train()
+    result = copy.deepcopy(model, memo)
+    return result if result.training else result.train()
 
 
 def _attribute(module: nn.Module, wrapped: Sequence[str], recorder: _Recorder) -> None:

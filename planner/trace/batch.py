@@ -1,0 +1,125 @@
+"""What a user calls a batch: nested dicts, tuples and dataclass-like outputs, seen as named leaves."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.utils import _pytree as pytree
+
+from planner.errors import ModelError
+
+LossFunction = Callable[[Any, Any], torch.Tensor]
+
+
+@dataclass(frozen=True)
+class Leaf:
+    """One tensor of a batch. `name` is its place, as in `input_ids` or `0` or `images.left`."""
+
+    name: str
+    tensor: torch.Tensor
+    is_batched: bool
+
+
+def _name(path: tuple[Any, ...]) -> str:
+    parts = []
+    for key in path:
+        for attribute in ("key", "idx", "name"):
+            if hasattr(key, attribute):
+                parts.append(str(getattr(key, attribute)))
+                break
+    return ".".join(parts) or "0"
+
+
+def _plain(batch: object) -> object:
+    """A mapping that torch does not look into (a tokenizer's output) as a dict."""
+    return dict(batch) if isinstance(batch, Mapping) and not isinstance(batch, dict) else batch
+
+
+def leaves(batch: object) -> list[Leaf]:
+    """The tensors of a batch in order. The batch dim is dim 0.
+
+    The number of samples is dim 0 of the first tensor; if that is 1, of the first tensor with as
+    many dims where it is not 1 (position ids of shape [1, sequence] may come first). A tensor with
+    another dim 0, or without dims, belongs to all samples.
+
+    Raises:
+        ModelError: the batch holds no tensor with a batch dim, or no sample.
+    """
+    flat, _ = pytree.tree_flatten_with_path(_plain(batch))
+    tensors = [(_name(path), value) for path, value in flat if isinstance(value, torch.Tensor)]
+    with_dims = [t for _, t in tensors if t.ndim]
+    if not with_dims:
+        raise ModelError(
+            f"the batch ({type(batch).__name__}) holds no tensor with a batch dim; "
+            "give a dict of keyword arguments or a tuple of arguments of the model"
+        )
+    size = int(with_dims[0].shape[0])
+    if size == 1:
+        size = next((int(t.shape[0]) for t in with_dims if t.ndim >= with_dims[0].ndim and t.shape[0] != 1), 1)
+    if not size:
+        raise ModelError(f"the batch {describe(batch)} has no samples; give at least one")
+    return [Leaf(n, t, bool(t.ndim) and int(t.shape[0]) == size) for n, t in tensors]
+
+
+def describe(batch: object, dtype: torch.dtype | None = None) -> str:
+    """The batch for an error message: `(x: float32 [2, 4])`; floats are cast to `dtype` if given.
+
+    >>> describe({"x": torch.zeros(2, 4)}, torch.bfloat16)
+    '(x: bfloat16 [2, 4])'
+    """
+    flat, _ = pytree.tree_flatten_with_path(_plain(batch))
+    parts = []
+    for path, value in flat:
+        if isinstance(value, torch.Tensor):
+            kind = dtype if dtype is not None and value.is_floating_point() else value.dtype
+            parts.append(f"{_name(path)}: {str(kind).removeprefix('torch.')} {list(value.shape)}")
+    return f"({', '.join(parts)})"
+
+
+def num_samples(batch: object) -> int:
+    """Samples in a batch: dim 0 of its batched tensors."""
+    return next(int(leaf.tensor.shape[0]) for leaf in leaves(batch) if leaf.is_batched)
+
+
+def map_leaves(batch: object, change: Callable[[Leaf], torch.Tensor]) -> Any:
+    """The same structure with every tensor replaced by `change(leaf)`."""
+    replaced = iter([change(leaf) for leaf in leaves(batch)])
+    return pytree.tree_map(lambda v: next(replaced) if isinstance(v, torch.Tensor) else v, _plain(batch))
+
+
+def call(model: torch.nn.Module, batch: object) -> Any:
+    """`model(**batch)`, `model(*batch)` or `model(batch)` by the kind of batch."""
+    if isinstance(batch, Mapping):
+        return model(**batch)
+    if isinstance(batch, tuple | list):
+        return model(*batch)
+    return model(batch)
+
+
+def scalar_loss(output: Any, batch: object, loss_fn: LossFunction | None) -> torch.Tensor:
+    """The loss: `loss_fn(output, batch)` if given, else a scalar output, `.loss` or `["loss"]`.
+
+    Raises:
+        ModelError: there is no scalar loss.
+    """
+    loss: Any
+    if loss_fn is not None:
+        loss = loss_fn(output, batch)
+        origin = "loss_fn"
+    else:
+        origin = "the model"
+        loss = output
+        if not isinstance(output, torch.Tensor):
+            loss = getattr(output, "loss", None)
+            if loss is None and isinstance(output, Mapping):
+                loss = output.get("loss")
+    if not isinstance(loss, torch.Tensor) or loss.numel() != 1:
+        what = f"a tensor of shape {list(loss.shape)}" if isinstance(loss, torch.Tensor) else (
+            f"{type(output if loss_fn is None else loss).__name__} without a loss"
+        )  # fmt: skip
+        raise ModelError(
+            f"{origin} returns {what}; return a scalar loss, `.loss` or ['loss'], "
+            "or give loss_fn(output, batch) -> scalar mean"
+        )
+    return loss.reshape(())

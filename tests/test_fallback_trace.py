@@ -1,0 +1,288 @@
+"""What has no graph says why, with the user's line, and comes back as modules to wrap; what does not fit is refused."""
+
+import logging
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from planner.errors import ModelError
+from planner.graph import Graph
+from planner.trace import trace
+from planner.trace.export import comes_from
+
+HERE = Path(__file__).name
+BATCH = {"x": torch.ones(4, 6), "y": torch.ones(4, 6)}
+
+
+class _Double(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        return 2 * x
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return 2 * gradient
+
+
+bound_before = _Double.apply  # as people write it: bound long before the model is traced
+
+
+class Layered(nn.Module):
+    """Three equal layers and a head; `forward` calls `unusual` once."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(6, 6) for _ in range(3))
+        self.head = nn.Linear(6, 6)
+
+    def forward(self, x, y):
+        for layer in self.layers:
+            x = torch.relu(layer(x))
+        return (self.head(self.unusual(x)) - y).square().mean()
+
+    def unusual(self, x: Tensor) -> Tensor:
+        return x
+
+
+def variant(unusual) -> Any:
+    return type("Variant", (Layered,), {"unusual": unusual})()
+
+
+def function(self, x):
+    return _Double.apply(x)
+
+
+def function_bound(self, x):
+    return bound_before(x)
+
+
+def tensor_hook(self, x):
+    x.register_hook(lambda gradient: gradient / 2)
+    return x
+
+
+def branch(self, x):
+    return x if x.sum() > 0 else -x
+
+
+def item(self, x):
+    return x * x.abs().max().item()
+
+
+def boolean_mask(self, x):
+    return x + x[x.sum(1) > 0].mean()
+
+
+def autocast(self, x):
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        return self.layers[0](x).float()
+
+
+def one_over_batch(self, x):
+    return x * (1.0 / x.shape[0])
+
+
+def root_of_batch(self, x):
+    return x / x.shape[0] ** 0.5
+
+
+def logarithm_of_batch(self, x):
+    import math
+
+    return x * math.log(x.shape[0])
+
+
+def per_sample_loop(self, x):
+    return torch.stack([row * 2 for row in x])
+
+
+def reentrant_checkpoint(self, x):
+    return checkpoint(torch.relu, x, use_reentrant=True)
+
+
+def with_parameter_hook() -> nn.Module:
+    model = Layered()
+    model.head.weight.register_hook(lambda gradient: gradient / 2)
+    return model
+
+
+def with_backward_hook() -> nn.Module:
+    model = Layered()
+    model.layers[1].register_full_backward_hook(lambda module, given, made: None)
+    return model
+
+
+def with_parametrization() -> nn.Module:
+    model = Layered()
+    torch.nn.utils.parametrizations.weight_norm(model.head)
+    return model
+
+
+WITHOUT_GRAPH = {  # what the model does: (the model, in the reason, in the cure, the file it names)
+    "function": (lambda: variant(function), "autograd.Function _Double", "differentiable operators", HERE),
+    "function-bound-before": (lambda: variant(function_bound), "autograd.Function _Double", "differentiable", HERE),
+    "tensor-hook": (lambda: variant(tensor_hook), "tensor hook", "in forward", HERE),
+    "parameter-hook": (with_parameter_hook, "hook on parameter head.weight", "in forward", HERE),
+    "backward-hook": (with_backward_hook, "backward hook on module layers.1", "in forward", HERE),
+    "parametrization": (with_parametrization, "module head has", "remove_parametrizations", "parametrizations.py"),
+    "branch": (lambda: variant(branch), "export fails", "independent of tensor values", HERE),
+    "item": (lambda: variant(item), "", "", HERE),
+    "boolean-mask": (lambda: variant(boolean_mask), "", "", HERE),
+    "autocast": (lambda: variant(autocast), "autocast", "precision to the planner", HERE),
+    "one-over-batch": (lambda: variant(one_over_batch), "made from the batch size", "mean", HERE),
+    "root-of-batch": (lambda: variant(root_of_batch), "made from the batch size", "mean", HERE),
+    "logarithm-of-batch": (lambda: variant(logarithm_of_batch), "made from the batch size", "mean", HERE),
+    "reentrant-checkpoint": (lambda: variant(reentrant_checkpoint), "reentrant", "use_reentrant=False", HERE),
+}
+
+
+@pytest.mark.parametrize("case", WITHOUT_GRAPH)
+def test_what_a_graph_would_lose_is_named_with_its_line_and_still_priced(case):
+    make, reason, cure, file = WITHOUT_GRAPH[case]
+    graph = trace(make(), BATCH)
+    assert graph.fallbacks
+    first = graph.fallbacks[0]
+    assert reason in first.reason
+    assert cure in first.cure
+    assert Path(first.source.rpartition(":")[0]).name == file
+    assert int(first.source.rpartition(":")[2]) > 0
+    assert_wraps(graph, ["layers.0", "layers.1", "layers.2"])
+
+
+def assert_wraps(graph: Graph, modules: list[str]) -> None:
+    assert [b.name for b in graph.blocks] == [*modules, ""]
+    owned = [p for b in graph.blocks for p in b.parameters]
+    assert sorted(owned) == [i for i, t in enumerate(graph.tensors) if t.kind == "parameter"]
+    assert not graph.nodes
+    for block in graph.blocks:
+        kind = graph.classes[block.class_index]
+        assert kind.flop("forward").at(1) > 0
+        assert kind.flop("backward").at(1) > 0
+
+
+def test_reasons_are_logged(caplog):
+    with caplog.at_level(logging.WARNING):
+        trace(variant(function), BATCH)
+    assert "autograd.Function _Double" in caplog.text
+
+
+def test_a_loop_over_the_samples_is_refused():
+    graph = trace(variant(per_sample_loop), BATCH)
+    assert "one by one" in graph.fallbacks[0].reason
+
+
+def test_non_reentrant_checkpoint_has_a_graph():
+    def forward(self, x):
+        return checkpoint(torch.relu, x, use_reentrant=False)
+
+    assert not trace(variant(forward), BATCH).fallbacks
+
+
+@pytest.mark.parametrize("cut", ["halves", "view"])
+def test_samples_that_are_not_treated_alike_couple_the_batch(cut):
+    def forward(self, x):
+        half = x.shape[0] // 2
+        if cut == "view":
+            return x.view(half, 2, 6).flip(1).reshape(x.shape)
+        return torch.cat([x[half:], x[:half]])
+
+    graph = trace(variant(forward), BATCH)
+    assert graph.fallbacks
+    assert HERE in graph.couples_samples
+
+
+def test_writing_into_the_batch_is_refused():
+    def forward(self, x):
+        return x
+
+    class Writes(Layered):
+        def forward(self, x, y):
+            y.add_(1)
+            return super().forward(x, y)
+
+    graph = trace(Writes(), BATCH)
+    assert "into the input y in place" in graph.fallbacks[0].reason
+
+
+def test_numbers_made_from_the_batch_are_told_from_others():
+    made = [1 / 1009, 0.5 / 1009, 1009**0.5, 1009**-0.5, 1 / (1009 * 4096), 3 * 1009.0]
+    others = [0.1, 1e-5, 1e-6, 1e-12, 0.7978845608028654, 0.044715, 0.125, 80**-0.5, 500000.0, 1.702, 3.4028234e38]
+    assert all(comes_from(number, 1009) for number in made)
+    assert not any(comes_from(number, 1009) for number in others)
+
+
+class Classifier(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(11, 6)
+        self.head = nn.Linear(6, 11)
+
+    def forward(self, tokens: Tensor, labels: Tensor) -> Tensor:
+        return F.cross_entropy(self.head(self.embedding(tokens)).flatten(0, 1), labels.flatten())
+
+
+TOKENS = torch.zeros(4, 5, dtype=torch.int64)
+
+
+class TwoOutputs(nn.Linear):
+    def forward(self, x):
+        return super().forward(x), x
+
+
+MISFITS = {
+    "missing": (Classifier, {"tokens": TOKENS}, ["tokens: int64 [4, 5]", "labels", "forward takes"]),
+    "unexpected": (Classifier, {"tokens": TOKENS, "labels": TOKENS, "extra": TOKENS}, ["extra", "forward takes"]),
+    "dtype": (Classifier, {"tokens": TOKENS.float(), "labels": TOKENS}, [HERE, "Long, Int", "tokens: float32 [4, 5]"]),
+    "length": (Classifier, {"tokens": TOKENS, "labels": TOKENS[:, :3]}, [HERE, "labels: int64 [4, 3]"]),
+    "samples": (Classifier, (TOKENS, TOKENS[:3]), [HERE, "1: int64 [3, 5]"]),
+    "width": (Layered, {"x": torch.ones(4, 7), "y": torch.ones(4, 6)}, [HERE, "x: float32 [4, 7]"]),
+    "empty": (Layered, {}, ["no tensor with a batch dim"]),
+    "no-samples": (Layered, {"x": torch.ones(0, 6), "y": torch.ones(0, 6)}, ["no samples"]),
+    "no-loss": (lambda: nn.Linear(6, 6), torch.ones(4, 6), ["[4, 6]", "return a scalar loss"]),
+    "two-outputs": (lambda: TwoOutputs(6, 6), torch.ones(4, 6), ["tuple without a loss"]),
+    "frozen": (lambda: Layered().requires_grad_(False), BATCH, ["no parameter that requires a gradient"]),
+}
+
+
+@pytest.mark.parametrize("case", MISFITS)
+def test_a_batch_that_does_not_fit_is_refused_in_one_sentence(case):
+    make, batch, parts = MISFITS[case]
+    with pytest.raises(ModelError) as caught:
+        trace(make(), batch)
+    message = str(caught.value)
+    assert "\n" not in message
+    for part in parts:
+        assert part in message
+
+
+def test_a_loss_without_parameters_is_refused():
+    class Constant(nn.Linear):
+        def forward(self, x):
+            return x.mean()
+
+    with pytest.raises(ModelError, match="does not depend on any parameter"):
+        trace(Constant(6, 6), torch.ones(4, 6))
+
+
+def test_an_unknown_precision_is_refused():
+    with pytest.raises(ModelError, match="fp12"):
+        trace(Layered(), BATCH, precision="fp12")
+
+
+def test_shared_children_belong_to_the_root():
+    class Shared(Layered):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers[2].weight = self.layers[0].weight
+
+        def unusual(self, x):
+            return _Double.apply(x)
+
+    graph = trace(Shared(), BATCH)
+    assert [b.name for b in graph.blocks] == ["layers.1", ""]
+    assert graph.aliases == (("layers.0.weight", "layers.2.weight"),)
