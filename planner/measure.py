@@ -8,6 +8,7 @@ user's cache directory, so that later plans for this machine start from the same
 import contextlib
 import dataclasses
 import hashlib
+import itertools
 import json
 import logging
 import math
@@ -32,7 +33,7 @@ from planner.errors import ClusterError
 
 _log = logging.getLogger(__name__)
 
-_FORMAT = 1  # changes with the meaning of a cached number
+_FORMAT = 3  # changes with the meaning of a cached number
 _MAX_PROCESSES = 16
 _TIMEOUT_SECONDS = 90.0
 _WAIT_SECONDS = 120.0  # of ranks for the first one, which measures
@@ -200,7 +201,7 @@ def _cuda_seconds(work: Callable[[], object], repeats: int = 20) -> float:
 def _cpu_cluster(num_processes: int, ranks: Sequence[Mapping[str, object]]) -> Cluster:
     """The cluster that the ranks' measurements describe; the slowest rank counts everywhere."""
     slowest = {key: _slowest([rank[key] for rank in ranks]) for key in sorted(ranks[0]) if key != "resident_bytes"}
-    matmul = _rates(slowest["matmul_float32"])
+    matmul = _steady(_rates(slowest["matmul_float32"]))
     copies = _rates(slowest["memory"])
     peak = max(rate for _, rate in matmul)
     bandwidth = max(rate for _, rate in copies)
@@ -210,7 +211,7 @@ def _cpu_cluster(num_processes: int, ranks: Sequence[Mapping[str, object]]) -> C
         if dtype == "float64" or rate > peak:
             peaks[dtype] = rate
     kinds = ("attention_forward", "attention_backward", "convolution")
-    efficiency = {kind: _curve(_rates(slowest[kind]), peak) for kind in kinds}
+    efficiency = {kind: _curve(_steady(_rates(slowest[kind])), peak) for kind in kinds}
     gloo = _gloo_link(num_processes, slowest)
     device = Device(
         name="cpu",
@@ -221,7 +222,7 @@ def _cpu_cluster(num_processes: int, ranks: Sequence[Mapping[str, object]]) -> C
         communicator_bytes=0,
         allocator_slack_fraction=0.05,
         memory_bytes_per_second=bandwidth,
-        host_bytes_per_second=copies[-1][1],
+        host_bytes_per_second=_rates(slowest["copy"])[0][1],
         peak_flop_per_second={key: _rounded(value) for key, value in peaks.items()},
         efficiency={
             **efficiency,
@@ -276,6 +277,12 @@ def _rates(rows: Sequence[tuple[float, float]]) -> list[tuple[float, float]]:
         least = min(least, max(seconds, 1e-9))
         result.append((size, _rounded(size / least)))
     return result[::-1]
+
+
+def _steady(rates: Sequence[tuple[float, float]]) -> list[tuple[float, float]]:
+    """Rates that do not fall with size: more work in one operation is not slower on a core, other programs are."""
+    best = itertools.accumulate((rate for _, rate in rates), max)
+    return [(size, rate) for (size, _), rate in zip(rates, best, strict=True)]
 
 
 def _curve(rates: Sequence[tuple[float, float]], peak: float) -> Curve:
@@ -438,7 +445,8 @@ def _work(rank: int, num_processes: int, folder: str) -> None:
     ):
         result[f"matmul_{str(dtype).removeprefix('torch.')}"] = _matmul_rows(dtype, sizes)
     _say("memory")
-    result["memory"] = _copy_rows()
+    result["memory"] = _memory_rows()
+    result["copy"] = [(float(1 << 26), _copy_seconds(1 << 26))]
     _say("dispatch")
     result["dispatch"] = [(1, _dispatch_seconds())]
     _say("attention")
@@ -528,16 +536,29 @@ def _repeated_seconds(work: Callable[[], object], repeats: int) -> float:
     return _work_seconds(row) / repeats
 
 
-def _copy_rows() -> list[tuple[float, float]]:
-    """Bytes read plus written, and seconds, from the first cache to main memory."""
+def _copy_seconds(num_bytes: int) -> float:
+    """Seconds to read and write `num_bytes` in all, in main memory."""
+    left, right = torch.ones(num_bytes // 8), torch.zeros(num_bytes // 8)
+    return _repeated_seconds(lambda: torch.add(left, 1.0, out=right), repeats=1)
+
+
+def _memory_rows() -> list[tuple[float, float]]:
+    """Bytes read plus written, and seconds, of an elementwise kernel, from the first cache to main memory.
+
+    The mean of adding, GELU and layer norm: on a core most of such kernels' time is computing, 20 times that of a copy
+    for a GELU, and a model's kernels are a mixture of these.
+    """
     rows = []
     call = _call_seconds(torch.float32)
     for size in (1 << 14, 1 << 17, 1 << 20, 1 << 23, 1 << 26):
-        left, right = torch.ones(size // 8), torch.zeros(size // 8)
-        seconds = _repeated_seconds(
-            lambda left=left, right=right: torch.add(left, 1.0, out=right),  # type: ignore[misc]
-            repeats=max(1, (1 << 19) // size),
-        )
+        data = torch.randn(size // 8 // 128, 128)
+
+        def work(data: torch.Tensor = data) -> None:
+            torch.add(data, data[0])
+            torch.nn.functional.gelu(data)
+            torch.nn.functional.layer_norm(data, (128,))
+
+        seconds = _repeated_seconds(work, repeats=max(1, (1 << 19) // size)) / 3
         rows.append((float(size), _less_call(seconds, call)))
     return rows
 
@@ -559,16 +580,16 @@ def _dispatch_seconds() -> float:
 
 def _attention_rows() -> dict[str, object]:
     forward_rows, backward_rows = [], []
-    for length in (64, 256):
-        query = torch.randn(1, 4, length, 64, requires_grad=True)
+    for length in (128, 512):
+        query = torch.randn(2, 4, length, 32, requires_grad=True)
         attention = torch.nn.functional.scaled_dot_product_attention
-        flop = 4.0 * 4 * length**2 * 64
+        flop = 4.0 * 2 * 4 * length**2 * 32 / 2  # causal: half of the products count, as in the prices of kernels
 
         def forward(
             query: torch.Tensor = query,
             attention: Callable[..., torch.Tensor] = attention,
         ) -> torch.Tensor:
-            return attention(query, query, query, is_causal=False)
+            return attention(query, query, query, is_causal=True)
 
         def both(query: torch.Tensor = query, forward: Callable[[], torch.Tensor] = forward) -> None:
             forward().sum().backward()  # type: ignore[no-untyped-call]
