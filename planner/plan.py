@@ -3,10 +3,10 @@
 import json
 import os
 import tempfile
-from collections.abc import Mapping
-from dataclasses import asdict, dataclass, fields
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 from planner.errors import PlanError
 
@@ -166,7 +166,7 @@ class Plan:
         """
         try:
             data = json.loads(text)
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             raise PlanError(
                 f"{origin} is no JSON ({error}); it is truncated or not a plan, make it again with autoplan plan --out"
             ) from None
@@ -189,7 +189,7 @@ class Plan:
         """
         try:
             text = Path(path).read_text(encoding="utf-8")
-        except (OSError, UnicodeDecodeError) as error:
+        except (OSError, ValueError) as error:  # a ValueError: no UTF-8, or a null byte in the path
             reason = getattr(error, "strerror", None) or "not a text file"
             raise PlanError(f"cannot read the plan {path}: {reason}") from None
         return cls.loads(text, origin=str(path))
@@ -236,6 +236,8 @@ def write_atomically(path: Path, text: str) -> None:
         descriptor, handle = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
         with os.fdopen(descriptor, "w", encoding="utf-8") as file:
             file.write(text)
+            file.flush()
+            os.fsync(descriptor)  # else a crash of the machine may keep the name and lose the text
         Path(handle).chmod(0o644)
         Path(handle).replace(path)
         handle = None
@@ -265,8 +267,8 @@ class _Reader:
         wanted = kind if isinstance(kind, tuple) else (kind,)
         wrong = isinstance(value, bool) and bool not in wanted
         if wrong or not isinstance(value, wanted):
-            names = " or ".join(k.__name__ for k in wanted)
-            self.faults.append(f"{where} must be {names}, is {json.dumps(value)[:40]}")
+            names = " or ".join(_KINDS[k] for k in wanted)
+            self.faults.append(f"{where} must be {names}, is {_shown(value)}")
             return None
         return value
 
@@ -274,15 +276,45 @@ class _Reader:
         value = self.get(data, path, key, type(choices[0]))
         if value is not None and value not in choices:
             where = f"{path}.{key}".lstrip(".")
-            self.faults.append(f"{where} must be one of {choices}, is {json.dumps(value)}")
+            self.faults.append(f"{where} must be one of {', '.join(map(str, choices))}, is {_shown(value)}")
+        return value
+
+    def text(self, data: object, path: str, key: str) -> Any:
+        value = self.get(data, path, key, str)
+        if value is not None and not value.isprintable():
+            self.faults.append(f"{f'{path}.{key}'.lstrip('.')} must be printable text, is {_shown(value)}")
         return value
 
     def positive(self, data: object, path: str, key: str) -> Any:
         value = self.get(data, path, key, int)
-        if value is not None and value < 1:
-            self.faults.append(f"{f'{path}.{key}'.lstrip('.')} must be at least 1, is {value}")
+        if value is not None and not 1 <= value < _LARGEST:
+            self.faults.append(f"{f'{path}.{key}'.lstrip('.')} must be at least 1, is {_shown(value)}")
             return None
         return value
+
+    def number(self, value: object, where: str) -> Any:
+        """A finite number that is not negative."""
+        if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < _LARGEST:
+            self.faults.append(f"{where} must be a number, at least 0, is {_shown(value)}")
+            return None
+        return value
+
+    def known(self, data: object, path: str, keys: Iterable[str]) -> None:
+        """No key but these: one that is not read would be ignored in silence."""
+        if isinstance(data, Mapping):
+            self.faults += [
+                f"{f'{path}.{key}'.lstrip('.')} is no key of a plan" for key in data if key not in set(keys)
+            ]
+
+
+_KINDS = {str: "text", int: "a whole number", bool: "true or false", list: "a list", dict: "an object"}
+_LARGEST = 1e30  # of any count, time or size that means something
+
+
+def _shown(value: object) -> str:
+    """A value in a message: short, in one line, in ASCII."""
+    text = json.dumps(value)
+    return text if len(text) <= 40 else f"{text[:37]}..."
 
 
 def _read(data: object, origin: str) -> Plan:
@@ -290,35 +322,49 @@ def _read(data: object, origin: str) -> Plan:
         raise PlanError(f"{origin} holds no plan: it must be a JSON object")
     reader = _Reader()
     version = data.get("schema_version")
-    if version != SCHEMA_VERSION:
+    if version != SCHEMA_VERSION or isinstance(version, bool):
         raise PlanError(
-            f"{origin} has schema version {json.dumps(version)}, this release reads "
+            f"{origin} has schema version {_shown(version)}, this release reads "
             f"{SCHEMA_VERSION}; make it again with autoplan plan --out"
         )
     texts = {
-        key: reader.get(data, "", key, str) for key in ("model", "cluster", "graph_fingerprint", "cluster_fingerprint")
+        key: reader.text(data, "", key) for key in ("model", "cluster", "graph_fingerprint", "cluster_fingerprint")
     }
     counts = {key: reader.positive(data, "", key) for key in ("global_batch", "micro_batch", "num_microbatches")}
+    devices = reader.positive(data, "", "devices")
     precision = reader.one_of(data, "", "precision", PRECISIONS)
     optimizer = reader.one_of(data, "", "optimizer", OPTIMIZERS)
-    schedule = reader.one_of(data, "", "schedule", ("gpipe", "1f1b"))
-    axes = {axis: reader.positive(data.get("mesh"), "mesh", axis) for axis in (f.name for f in fields(Mesh))}
+    schedule = reader.one_of(data, "", "schedule", get_args(ScheduleName))
+    axes = {axis: reader.positive(data.get("mesh"), "mesh", axis) for axis in AXES}
+    reader.known(data.get("mesh"), "mesh", AXES)
     stages = _read_stages(data, reader)
     inputs = _read_inputs(data, reader)
     numbers = {
-        key: reader.get(data, "", key, (float, int))
-        for key in ("step_seconds", "bubble", "capacity_bytes", "gap", "mfu")
+        key: reader.number(data.get(key), key) for key in ("step_seconds", "bubble", "capacity_bytes", "gap", "mfu")
     }
     peaks = reader.get(data, "", "peak_bytes", list) or []
+    peaks = [reader.number(peak, f"peak_bytes[{i}]") for i, peak in enumerate(peaks)]
     parts = reader.get(data, "", "parts_seconds", dict) or {}
+    parts = {name: reader.number(seconds, f"parts_seconds.{name}") for name, seconds in parts.items()}
+    fits = reader.get(data, "", "fits", bool)
     notes = reader.get(data, "", "notes", list) or []
-    if any(not isinstance(p, int | float) for p in [*peaks, *parts.values()]):
-        reader.faults.append("peak_bytes and parts_seconds must hold numbers")
+    if any(not isinstance(note, str) or not note.isprintable() for note in notes):
+        reader.faults.append("notes must hold printable text")
+    if any(not name.isprintable() for name in parts):
+        reader.faults.append("parts_seconds must have printable names")
+    reader.known(data, "", _TOP_KEYS)
     if not reader.faults:
         mesh = Mesh(**axes)
+        prediction = Prediction(**numbers, peak_bytes=tuple(peaks), parts_seconds=tuple(parts.items()))
         reader.faults += _contradictions(mesh, stages, counts, len(peaks), schedule)
+        if devices != mesh.num_devices:
+            reader.faults.append(f"devices is {devices}, the mesh has {mesh.num_devices}")
+        if peaks and fits != prediction.fits:
+            reader.faults.append(f"fits is {_shown(fits)}, peak_bytes and capacity_bytes say {_shown(not fits)}")
     if reader.faults:
-        raise PlanError(f"{origin} is no valid plan: {'; '.join(reader.faults)}")
+        more = len(reader.faults) - _MOST_FAULTS
+        named = [*reader.faults[:_MOST_FAULTS], *([f"and {more} more"] if more > 0 else [])]
+        raise PlanError(f"{origin} is no valid plan: {'; '.join(named).encode('ascii', 'backslashreplace').decode()}")
     return Plan(
         **texts,
         **counts,
@@ -328,22 +374,32 @@ def _read(data: object, origin: str) -> Plan:
         mesh=mesh,
         stages=stages,
         inputs=inputs,
-        prediction=Prediction(**numbers, peak_bytes=tuple(peaks), parts_seconds=tuple(parts.items())),
-        notes=tuple(str(n) for n in notes),
+        prediction=prediction,
+        notes=tuple(notes),
     )
+
+
+_MOST_FAULTS = 50  # of one message; a file of another kind has thousands
+_TOP_KEYS = (
+    "schema_version", "model", "cluster", "graph_fingerprint", "cluster_fingerprint", "precision", "optimizer",
+    "global_batch", "mesh", "devices", "micro_batch", "num_microbatches", "schedule", "step_seconds", "bubble",
+    "peak_bytes", "capacity_bytes", "fits", "gap", "mfu", "parts_seconds", "notes", "inputs", "stages",
+)  # fmt: skip
 
 
 def _read_stages(data: Mapping[str, Any], reader: _Reader) -> tuple[StagePlan, ...]:
     stages = []
     for s, stage in enumerate(reader.get(data, "", "stages", list) or []):
+        reader.known(stage, f"stages[{s}]", ("blocks",))
         blocks = []
         for b, block in enumerate(reader.get(stage, f"stages[{s}]", "blocks", list) or []):
             path = f"stages[{s}].blocks[{b}]"
+            reader.known(block, path, ("name", "zero", "recompute"))
             blocks.append(
                 BlockPlan(
-                    name=reader.get(block, path, "name", str),
+                    name=reader.text(block, path, "name"),
                     zero=reader.one_of(block, path, "zero", (0, 1, 2, 3)),
-                    recompute=reader.one_of(block, path, "recompute", ("none", "full")),
+                    recompute=reader.one_of(block, path, "recompute", get_args(Recompute)),
                 )
             )
         if not blocks:
@@ -356,10 +412,11 @@ def _read_inputs(data: Mapping[str, Any], reader: _Reader) -> tuple[InputSpec, .
     inputs = []
     for i, item in enumerate(reader.get(data, "", "inputs", list) or []):
         path = f"inputs[{i}]"
-        name, dtype = reader.get(item, path, "name", str), reader.get(item, path, "dtype", str)
+        reader.known(item, path, ("name", "shape", "dtype"))
+        name, dtype = reader.text(item, path, "name"), reader.text(item, path, "dtype")
         shape = reader.get(item, path, "shape", list) or []
-        if any(isinstance(size, bool) or not isinstance(size, int) for size in shape):
-            reader.faults.append(f"{path}.shape must hold whole numbers, is {json.dumps(shape)[:40]}")
+        if any(isinstance(size, bool) or not isinstance(size, int) or size < -1 for size in shape):
+            reader.faults.append(f"{path}.shape must hold whole numbers, -1 for the batch, is {_shown(shape)}")
         inputs.append(InputSpec(name=name, shape=tuple(shape), dtype=dtype))
     return tuple(inputs)
 

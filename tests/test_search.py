@@ -101,7 +101,9 @@ def _with_memory(graph, share: float) -> Cluster:
     needed = max(search(graph, cluster, global_batch=4, precision="fp32", top=1).plans[0].prediction.peak_bytes)
     with pytest.raises(InfeasibleError) as error:
         search(graph, _with_bytes(cluster, 1), global_batch=4, precision="fp32")
-    least = parse_bytes(re.search(r"needs ([0-9.]+ \w+) on a device", str(error.value))[1]) * 1.05
+    told = re.search(r"needs ([0-9.]+ \w+) on a device", str(error.value))
+    assert told
+    least = parse_bytes(told[1]) * 1.05
     return _with_bytes(cluster, least + share * max(0.0, needed - least))
 
 
@@ -209,12 +211,13 @@ def test_a_batch_that_the_pins_do_not_divide_is_refused_with_the_multiple_to_use
         ("zero=3,dp=1", "zero=3 shards over data-parallel ranks"),
         ("pp=99", "pp=99 needs as many blocks"),
         ("pp=4,dp=4", "need 16 devices, the cluster has 8"),
+        ("dp=16", "need 16 devices, the cluster has 8"),
         ("tp=2", "tp=2 cannot be planned"),
     ],
 )
 def test_contradicting_pins_are_refused(graph, pins, sentence):
     with pytest.raises(PlanError, match=sentence):
-        search(graph, Cluster.load("1x8xA100-80GB"), global_batch=8, pins=pins)
+        search(graph, Cluster.load("1x8xA100-80GB"), global_batch=16, pins=pins)
 
 
 def test_a_plan_survives_its_file(graph, tmp_path):

@@ -145,7 +145,10 @@ def apply(
         ModelError: the batch does not fit the model.
     """
     described = _described_batch(plan) if batch is None else batch
-    graph = trace(model, described, precision=plan.precision, loss_fn=loss_fn, name=plan.model)
+    graph = trace(
+        model, described, precision=plan.precision, loss_fn=loss_fn, name=plan.model,
+        device_kind="cuda" if torch.cuda.is_available() else "cpu",
+    )  # fmt: skip
     return apply_plan(plan, model, graph=graph, optimizer=optimizer, loss_fn=loss_fn, max_grad_norm=max_grad_norm)
 
 
@@ -199,6 +202,7 @@ def apply_plan(
     _check_plan(plan, graph)
     _check_materialised(model)
     device = _start(plan)
+    _check_same_plan(plan)
     _check_equal_everywhere(model)
     _check_parameters(model, graph)
     warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a view tensor")
@@ -335,6 +339,18 @@ def _check_world(launched: int, wanted: int) -> None:
             f"the plan is for {wanted} processes, one per device, and {launched} "
             f"{'was' if launched == 1 else 'were'} started; use torchrun --nproc-per-node "
             f"{wanted} on one node, or plan for {launched}"
+        )
+
+
+def _check_same_plan(plan: Plan) -> None:
+    """Refuse ranks that were given different plans: they would wait for each other forever."""
+    plans: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(plans, hashlib.sha256(plan.dumps().encode()).hexdigest())
+    others = [rank for rank, other in enumerate(plans) if other != plans[0]]
+    if others:
+        raise PlanError(
+            f"rank {others[0]} has another plan than rank 0; plan once with autoplan plan --out, and load that file on "
+            "every rank"
         )
 
 

@@ -29,8 +29,8 @@ from planner.units import format_bytes
 
 DELTA = 0.06  # program against simulator: see the module docstring
 GAP = 1e-3  # within a configuration, and of the final program
-# Labels of the exact bound before the integer program takes over (3 million take about a second). Long pipelines are the
-# bound's strength, short ones HiGHS': GPT-3 with 64 stages takes 1.6 s and 59 s, Llama-3-70B with 2 stages 7 s and 0.2 s.
+# Labels of the exact bound before the integer program takes over (3 million take about a second). Long pipelines are
+# the bound's strength, short ones HiGHS': GPT-3 with 64 stages takes 1.6 s and 59 s, Llama-3-70B with 2 7 s and 0.2 s.
 BOUND_WORK = {"short": 200_000, "long": 10_000_000}
 LONG_PIPELINE = 9
 SURVIVORS = 5  # configurations of the final program; more makes it hopeless (20 and up)
@@ -156,6 +156,9 @@ class _Searcher:
         pins = self.pins
         if pins.zero and (pins.dp == 1 or pins.devices == 1):
             raise PlanError(f"zero={pins.zero} shards over data-parallel ranks, but dp is fixed to 1")
+        if (pins.dp or 1) > self.cluster.num_devices or (pins.pp or 1) > self.cluster.num_devices:
+            wanted = max(pins.dp or 1, pins.pp or 1)
+            raise PlanError(f"the fixed choices need {wanted} devices, the cluster has {self.cluster.num_devices}")
         if self.graph.fallbacks:
             if (pins.pp or 1) > 1:
                 raise PlanError(f"pp={pins.pp} needs a graph of the model, but {self.graph.fallbacks[0]}")
@@ -380,21 +383,24 @@ class _Searcher:
         )  # fmt: skip
 
     def _least_memory(self, found: list[Configuration]) -> str:
-        """The sentence for a cluster on which nothing fits."""
-        needs = [
-            (least_bytes(self._candidate(c, ignoring_memory=False).problem) + self._held_beside(c), c) for c in found
-        ]
+        """The sentence for a cluster on which nothing fits.
+
+        More micro-batches in flight or larger ones never need less, so of each mesh only the smallest micro-batch
+        counts.
+        """
+        by_size = sorted(found, key=lambda c: (-c.micro_batch, c))  # the last of equal keys, the smallest, stays
+        leanest = {(c.pp, c.dp, c.sharded, c.schedule): c for c in by_size}
+        needs = []
+        for configuration in leanest.values():
+            candidate = self._candidate(configuration, ignoring_memory=False)
+            beside = float(np.max(candidate.costs.stage_bytes))
+            needs.append((least_bytes(candidate.problem) + beside, configuration))
         least, configuration = min(needs)
         return (
             f"{self.graph.name} does not fit on {self.cluster.name} with a global batch of {self.global_batch}: the "
             f"leanest plan ({configuration}) needs {format_bytes(least)} on a device, which has "
             f"{format_bytes(self.cluster.capacity_bytes)}; use more devices, larger ones, or a shorter sequence"
         )
-
-    def _held_beside(self, configuration: Configuration) -> float:
-        """What a stage holds besides its blocks."""
-        costs = self._candidate(configuration, ignoring_memory=False).costs
-        return float(np.max(costs.stage_bytes))
 
 
 def _with_bound(candidate: _Candidate, found: Bound) -> _Candidate:

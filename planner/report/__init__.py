@@ -1,0 +1,268 @@
+"""What people see: plans as a table and as text, a cluster, a training run."""
+
+from collections.abc import Mapping, Sequence
+from itertools import groupby
+
+from rich import box
+from rich.console import Group, RenderableType
+from rich.table import Table
+from rich.text import Text
+
+from planner.cluster import Cluster
+from planner.plan import BlockPlan, Plan, StagePlan
+from planner.units import format_bytes, format_count, format_seconds
+
+
+def describe_choice(block: BlockPlan) -> str:
+    """`ZeRO-3, recompute` for a block."""
+    return f"ZeRO-{block.zero}" + (", recompute" if block.recompute == "full" else "")
+
+
+def describe_layout(plan: Plan) -> str:
+    """The mesh in a few characters: `pp 4 x dp 8`."""
+    mesh = plan.mesh
+    parts = [f"pp {mesh.pp}"] if mesh.pp > 1 else []
+    parts += [f"dp {mesh.dp}"] if mesh.dp > 1 else []
+    return " x ".join(parts) or "1 device"
+
+
+def describe_zero(plan: Plan) -> str:
+    """ZeRO stages used, most blocks first: `3` or `3, 2`."""
+    counts: dict[int, int] = {}
+    for block in plan.block_plans:
+        counts[block.zero] = counts.get(block.zero, 0) + 1
+    return ", ".join(str(z) for z, _ in sorted(counts.items(), key=lambda item: (-item[1], item[0])))
+
+
+def describe_recompute(plan: Plan) -> str:
+    """How many blocks are recomputed: `none`, `all`, `12%`."""
+    blocks = plan.block_plans
+    count = sum(b.recompute == "full" for b in blocks)
+    if count in (0, len(blocks)):
+        return "all" if count else "none"
+    return f"{min(99, max(1, round(100 * count / len(blocks))))}%"
+
+
+def describe_proof(plan: Plan) -> str:
+    """How far a better plan of the same configuration can be."""
+    gap = plan.prediction.gap
+    return "the best" if gap <= 1e-6 else f"within {gap:.2%} of the best"
+
+
+def ranking(plans: Sequence[Plan], *, cluster: Cluster) -> RenderableType:
+    """The ranked plans, the best of each configuration: 100 columns, up to thousands of devices."""
+    first = plans[0]
+    device = f"{cluster.num_devices} x {cluster.device.name}" if cluster.num_devices > 1 else cluster.device.name
+    table = Table(
+        title=f"{first.model} on {cluster.name} ({device}, {format_bytes(cluster.capacity_bytes)} usable each)\n"
+        f"global batch {first.global_batch}, {first.precision}, {first.optimizer}",
+        title_justify="left",
+        title_style="bold",
+        box=box.SIMPLE_HEAD,
+        padding=(0, 1, 0, 0),
+        show_edge=False,
+        caption_justify="left",
+    )
+    for heading in ("", "mesh", "devices", "ZeRO", "recom-\nputed", "micro-\nbatches", "sched-\nule"):
+        table.add_column(
+            heading, justify="left" if heading in ("mesh", "ZeRO", "sched-\nule") else "right", no_wrap=True
+        )
+    for heading in ("step", "MFU", "bubble", "peak\nmemory", "gap"):
+        table.add_column(heading, justify="right", no_wrap=True)
+    for rank, plan in enumerate(plans, 1):
+        prediction = plan.prediction
+        peak = format_bytes(max(prediction.peak_bytes))
+        table.add_row(
+            str(rank),
+            describe_layout(plan),
+            str(plan.devices),
+            describe_zero(plan),
+            describe_recompute(plan),
+            f"{plan.num_microbatches} x {plan.micro_batch}",
+            plan.schedule if plan.mesh.pp > 1 else "-",
+            format_seconds(prediction.step_seconds),
+            f"{prediction.mfu:.1%}",
+            f"{prediction.bubble:.1%}" if plan.mesh.pp > 1 else "-",
+            Text(peak, style="" if prediction.fits else "red"),
+            f"{prediction.gap:.2%}",
+        )
+    over = [str(rank) for rank, plan in enumerate(plans, 1) if not plan.prediction.fits]
+    if over:
+        table.caption = Text(f"DOES NOT FIT in memory: {', '.join(over)}", style="red")
+    return table
+
+
+def search_text(
+    *, configurations: int, bounded: int, solved_exactly: int, gap: float, delta: float, seconds: float
+) -> str:
+    """What the search did and how far its answer can be from the best."""
+    return (
+        f"{configurations} configurations considered, {bounded} bounded, {solved_exactly} solved as integer programs, "
+        f"in {seconds:.1f} s.\n"
+        f"No plan beats the first by more than {gap:.2%} in the integer program, which agrees with the simulator "
+        f"within {delta:.0%}."
+    )
+
+
+def plan_text(plan: Plan) -> str:
+    """A plan as text that a person understands, without colours.
+
+    The same plan gives the same text.
+    """
+    prediction, mesh = plan.prediction, plan.mesh
+    lines = [
+        f"{plan.model} on {plan.cluster}: " + (f"{plan.devices} devices ({mesh})" if plan.devices > 1 else "1 device"),
+        f"  global batch {plan.global_batch} = {mesh.dp} data-parallel rank{'s' * (mesh.dp > 1)} x "
+        f"{plan.num_microbatches} micro-batch{'es' * (plan.num_microbatches > 1)} of {plan.micro_batch}"
+        + (f", schedule {plan.schedule}" if mesh.pp > 1 else ""),
+        f"  precision {plan.precision}, optimizer {plan.optimizer}",
+        f"  step {format_seconds(prediction.step_seconds)}, MFU {prediction.mfu:.1%}"
+        + (f", bubble {prediction.bubble:.1%}" if mesh.pp > 1 else "")
+        + f"; {describe_proof(plan)} of its configuration",
+    ]
+    if prediction.parts_seconds:
+        parts = ", ".join(f"{name} {format_seconds(s)}" for name, s in prediction.parts_seconds if s > 0)
+        lines.append(f"  of which {parts}")
+    if not prediction.fits:
+        over = max(prediction.peak_bytes) - prediction.capacity_bytes
+        lines.append(f"  DOES NOT FIT: {format_bytes(over)} more than a device has")
+    for index, stage in enumerate(plan.stages):
+        peak = format_bytes(prediction.peak_bytes[index])
+        lines.append(f"  stage {index}: peak {peak} of {format_bytes(prediction.capacity_bytes)}")
+        lines += [f"    {line}" for line in _stage_lines(stage)]
+    lines += [f"  note: {note}" for note in plan.notes]
+    return "\n".join(lines)
+
+
+def _stage_lines(stage: StagePlan) -> list[str]:
+    """Runs of blocks that are treated alike, one line each."""
+    lines = []
+    for choice, run in groupby(stage.blocks, key=describe_choice):
+        blocks = list(run)
+        count = f"{len(blocks)} block{'s' * (len(blocks) > 1)}"
+        names = blocks[0].name if len(blocks) == 1 else f"{blocks[0].name} .. {blocks[-1].name}"
+        lines.append(f"{count}: {choice}  ({names})")
+    return lines
+
+
+def difference(rows: Sequence[tuple[str, str, str]], here: str, there: str) -> RenderableType:
+    """The differences of two plans."""
+    if not rows:
+        return Text("the plans are equal")
+    table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), show_edge=False)
+    for heading in ("", here, there):
+        table.add_column(heading, overflow="fold")
+    for row in rows:
+        table.add_row(*row)
+    return table
+
+
+def cluster_table(cluster: Cluster) -> RenderableType:
+    """What is known of a cluster, each number with its source."""
+    nodes = f"{cluster.num_nodes} node{'s' * (cluster.num_nodes > 1)} of {cluster.devices_per_node}"
+    usable = f"{format_bytes(cluster.capacity_bytes)} usable each"
+    head = Text(f"{cluster.name}: {nodes} {cluster.device.name}, {usable}", style="bold")
+    table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), show_edge=False)
+    table.add_column(no_wrap=True)
+    for heading in ("value", "source"):
+        table.add_column(heading, overflow="fold")
+    for part, rows in groupby(cluster_rows(cluster), key=lambda row: row[0]):
+        table.add_row(Text(part, style="bold"), "", "")
+        for _, key, value, source in rows:
+            table.add_row(f"  {key}", value, source)
+    return Group(head, "", table)
+
+
+def cluster_rows(cluster: Cluster) -> list[tuple[str, str, str, str]]:
+    """(part, key, value, source) of all that is known of a cluster; words have no source."""
+    counts = {key: getattr(cluster, key) for key in ("num_nodes", "devices_per_node", "nics_per_node")}
+    usable = "memory_bytes less context_bytes, communicator_bytes and the allocator's slack"
+    parts: list[tuple[str, Mapping[str, object], Mapping[str, str]]] = [
+        (
+            f"cluster {cluster.name}",
+            {**counts, "capacity_bytes": cluster.capacity_bytes},
+            {"capacity_bytes": usable, **cluster.source},
+        ),
+        (
+            f"device {cluster.device.name}",
+            # The device file's counts and links are defaults of a shorthand: those of the cluster count.
+            {key: value for key, value in cluster.device.to_dict().items() if key not in _DEFAULTS},
+            cluster.device.source,
+        ),
+    ]
+    links = [("within a node", cluster.intra_node_link)]
+    links += [("between nodes", cluster.inter_node_link)] if cluster.num_nodes > 1 else []
+    parts += [(f"link {where}: {link.name}", link.to_dict(), link.source) for where, link in links]
+    return [
+        (
+            part,
+            key,
+            _value_text(key, value),
+            "" if isinstance(value, str | bool) else str(sources.get(key) or sources.get("*") or ""),
+        )
+        for part, values, sources in parts
+        for key, value in values.items()
+        if key not in _WORDS and value is not None
+    ]
+
+
+_WORDS = ("name", "source", "aliases", "cuda_names")
+_DEFAULTS = ("devices_per_node", "nics_per_node", "intra_node_link", "inter_node_link")
+
+
+def _value_text(key: str, value: object) -> str:
+    if isinstance(value, dict):
+        return "\n".join(f"{name} {_value_text(key, item)}" for name, item in value.items())
+    if isinstance(value, list):
+        if value and isinstance(value[0], list):
+            return f"{min(y for _, y in value):.3g} to {max(y for _, y in value):.3g} by size"
+        return str(value)
+    if isinstance(value, int | float) and not isinstance(value, bool):
+        if key.endswith("bytes"):
+            return format_bytes(value)
+        if key.endswith("bytes_per_second"):
+            return f"{value / 1e9:.4g} GB/s"
+        if key.endswith("flop_per_second"):
+            return f"{value / 1e12:.4g} TFLOP/s"
+        if key.endswith("seconds"):
+            return format_seconds(value)
+    return f"{value:.4g}" if isinstance(value, float) else str(value)
+
+
+def model_table(rows: Sequence[tuple[str, int, str]]) -> RenderableType:
+    """The models of the zoo: name, parameters, what it is."""
+    table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), show_edge=False)
+    table.add_column("model")
+    table.add_column("parameters", justify="right")
+    table.add_column("")
+    for name, parameters, what in rows:
+        table.add_row(name, format_count(parameters), what)
+    return table
+
+
+def comparison(
+    *,
+    predicted_step_seconds: float,
+    measured_step_seconds: float,
+    predicted_peak_bytes: Sequence[float],
+    measured_peak_bytes: Sequence[float],
+    memory_kind: str,
+) -> RenderableType:
+    """Predicted beside measured, after training."""
+    table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), show_edge=False)
+    for heading in ("", "predicted", "measured", "measured / predicted"):
+        table.add_column(heading, justify="left" if not heading else "right")
+    table.add_row(
+        "step",
+        format_seconds(predicted_step_seconds),
+        format_seconds(measured_step_seconds),
+        f"{measured_step_seconds / predicted_step_seconds:.2f}",
+    )
+    predicted, measured = max(predicted_peak_bytes), max(measured_peak_bytes)
+    table.add_row(
+        f"peak memory ({memory_kind})",
+        format_bytes(predicted),
+        format_bytes(measured),
+        f"{measured / predicted:.2f}",
+    )
+    return table

@@ -1,0 +1,256 @@
+"""One rank of `autoplan run`: build the model from the seed, apply the plan, train, report.
+
+Started by torchrun with the path of a job file. Rank 0 appends one JSON line per step to
+`events.jsonl` in the job's folder; a rank that fails leaves `error-RANK.json`.
+"""
+
+import contextlib
+import json
+import os
+import statistics
+import sys
+import sysconfig
+import time
+import traceback
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+import torch.distributed as dist
+
+from planner.errors import ModelError, PlannerError, RunError
+from planner.graph import Graph, Ref
+from planner.plan import Plan
+from planner.runtime.execute import Optimizer
+from planner.runtime.parent import die_with_parent
+from planner.runtime.trainer import apply_plan
+from planner.trace import leaves, map_leaves, trace
+from planner.zoo.load import LoadedModel, load_function, load_model
+from planner.zoo.text import TEXT_VOCABULARY, random_batch, text_batch
+
+_WARM_UP_STEPS = 3  # first steps allocate and compile; they are not what a step takes
+_MOST_CPU_RANKS = 64
+_STATUS = Path("/proc/self/status")
+_CLEAR_REFS = Path("/proc/self/clear_refs")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Job:
+    """What the launcher tells every rank."""
+
+    model: str
+    steps: int
+    seed: int
+    learning_rate: float
+    sequence_length: int | None = None
+    data: str | None = None
+    folder: str = ""  # the launcher's: the plan is there, events and errors go there
+
+    def dumps(self) -> str:
+        """As JSON."""
+        return json.dumps(asdict(self))
+
+
+def device_kind() -> Literal["cuda", "cpu"]:
+    """What this machine trains on: `cuda` or `cpu`."""
+    return "cuda" if torch.cuda.is_available() else "cpu"
+
+
+def num_local_devices() -> int:
+    """How many ranks this machine can hold: its CUDA devices; on CPUs there is no limit worth naming."""
+    return torch.cuda.device_count() if device_kind() == "cuda" else _MOST_CPU_RANKS
+
+
+def main() -> None:
+    """Entry of a rank."""
+    die_with_parent()
+    rank = int(os.environ["RANK"])
+    job = Job(**json.loads(Path(sys.argv[1]).read_text(encoding="utf-8")))
+    folder = Path(job.folder)
+    try:
+        _train(job, folder, rank)
+    except Exception as error:
+        report = {
+            "rank": rank,
+            "type": type(error).__name__,
+            "message": str(error).strip().split("\n")[0],
+            "notes": list(getattr(error, "__notes__", ())),
+            "place": "" if isinstance(error, PlannerError) else _place(error),
+            "expected": isinstance(error, PlannerError),
+            "traceback": traceback.format_exc(),
+            "time": time.time(),
+        }
+        draft = folder / f".error-{rank}"
+        draft.write_text(json.dumps(report), encoding="utf-8")
+        draft.replace(folder / f"error-{rank}.json")
+        os._exit(1)  # an orderly exit would wait for ranks that wait for this one
+
+
+def _place(error: BaseException) -> str:
+    """The innermost line of the user's own code in a traceback, as file:line; empty if there is none."""
+    installed = [sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")]
+    others = (str(Path(__file__).resolve().parents[1]), *installed, "<")
+    frames = [f for f in traceback.extract_tb(error.__traceback__) if not f.filename.startswith(others)]
+    return f"{frames[-1].filename}:{frames[-1].lineno}" if frames else ""
+
+
+def _train(job: Job, folder: Path, rank: int) -> None:
+    torch.set_num_threads(1 if device_kind() == "cpu" else torch.get_num_threads())
+    if device_kind() == "cuda":
+        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+    plan = Plan.load(folder / "plan.json")
+    loaded = load_model(job.model, sequence_length=job.sequence_length, device="cpu", seed=job.seed)
+    graph = trace(
+        loaded.module,
+        loaded.batch,
+        precision=plan.precision,
+        loss_fn=loaded.loss_fn,
+        name=plan.model,
+        device_kind=device_kind(),
+    )
+    dist.init_process_group("nccl" if device_kind() == "cuda" else "gloo")
+    baseline_bytes = _resident_bytes()
+    batches = _batches(job, loaded, graph, plan)
+    trainer = apply_plan(
+        plan,
+        loaded.module,
+        graph=graph,
+        loss_fn=loaded.loss_fn,
+        optimizer=_optimizer(plan.optimizer, job.learning_rate),
+    )
+    del loaded
+    _reset_peak()
+    seconds = []
+    with (folder / "events.jsonl").open("a", encoding="utf-8") if rank == 0 else _nowhere() as events:
+        for step in range(job.steps):
+            batch = _part_of(next(batches), trainer.data_rank, trainer.data_world, plan.global_batch)
+            start = time.perf_counter()
+            loss = trainer.step(batch)
+            seconds.append(time.perf_counter() - start)
+            events.write(json.dumps({"step": step, "loss": loss, "seconds": seconds[-1]}) + "\n")
+            events.flush()
+    peak = _peak_bytes(baseline_bytes)
+    peaks: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(peaks, peak)
+    if rank == 0:
+        steady = seconds[min(_WARM_UP_STEPS, len(seconds) - 1) :]
+        result = {"measured_step_seconds": statistics.median(steady), "peak_bytes": peaks}
+        (folder / "result.json").write_text(json.dumps(result), encoding="utf-8")
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+_OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
+    "adamw": torch.optim.AdamW,
+    "adam": torch.optim.Adam,
+    "sgd": torch.optim.SGD,
+    "momentum": lambda parameters, lr: torch.optim.SGD(parameters, lr=lr, momentum=0.9),
+}
+
+
+def _optimizer(name: str, learning_rate: float) -> Optimizer:
+    return lambda named: _OPTIMIZERS[name]([p for _, p in named], lr=learning_rate)
+
+
+def _nowhere() -> Any:
+    return open(os.devnull, "w", encoding="utf-8")  # noqa: PTH123 a context manager like the other branch
+
+
+def _batches(job: Job, loaded: LoadedModel, graph: Graph, plan: Plan) -> Iterator[Any]:
+    """Global batches, the same on every rank: the user's, real text, or random values."""
+    if job.data is not None:
+        yield from _user_batches(job.data, plan.global_batch, job.seed)
+        raise RunError(f"{job.data} gave too few batches for {job.steps} steps; give more, or lower --steps")
+    for step in range(job.steps):
+        if _reads_text(loaded, graph):
+            length = leaves(loaded.batch)[0].tensor.shape[1]
+            batch = text_batch(step, plan.global_batch, length, job.seed)
+            if loaded.kind != "zoo":  # Hugging Face models shift the labels themselves
+                batch["labels"] = batch["input_ids"].clone()
+            yield batch
+        else:
+            yield _random_batch(loaded.batch, plan.global_batch, job.seed, step)
+
+
+def _random_batch(example: Any, global_batch: int, seed: int, step: int) -> Any:
+    """Random values of the same structure; nested ones too."""
+    flat = {leaf.name: leaf.tensor for leaf in leaves(example)}
+    drawn = random_batch(flat, global_batch=global_batch, seed=seed, step=step)
+    return map_leaves(example, lambda leaf: drawn[leaf.name])  # type: ignore[call-overload]
+
+
+def _reads_text(loaded: LoadedModel, graph: Graph) -> bool:
+    """Whether the model predicts the next token of a vocabulary that holds all bytes."""
+    tables = [n.args[0].tensor for n in graph.nodes if n.op == "aten.embedding.default" and isinstance(n.args[0], Ref)]
+    sizes = [graph.tensors[t].shape[0] for t in tables]
+    large = (
+        bool(sizes)
+        and all(isinstance(s, int) for s in sizes)
+        and max(s for s in sizes if isinstance(s, int)) >= TEXT_VOCABULARY
+    )
+    names = {leaf.name for leaf in leaves(loaded.batch)}
+    return large and names == {"input_ids", "labels"} and loaded.kind in ("zoo", "causal-lm")
+
+
+def _user_batches(spec: str, global_batch: int, seed: int) -> Iterator[Any]:
+    """What `file.py:loader` gives: `loader(global_batch, seed)` yields global batches."""
+    loader = load_function(spec)
+    try:
+        made = loader(global_batch, seed)
+        yield from made
+    except PlannerError:
+        raise
+    except Exception as error:
+        frame = traceback.extract_tb(error.__traceback__)[-1]
+        raise ModelError(
+            f"{spec} raised {type(error).__name__}: {error} ({frame.filename}:{frame.lineno}); "
+            "it is called as loader(global_batch, seed) and yields global batches"
+        ) from error
+
+
+def _part_of(batch: Any, rank: int, world: int, global_batch: int) -> Any:
+    """The samples of one data rank."""
+    size = global_batch // world
+    for leaf in leaves(batch):
+        if leaf.is_batched and leaf.tensor.shape[0] != global_batch:
+            raise RunError(
+                f"the data has {leaf.tensor.shape[0]} samples in {leaf.name}, the plan's global batch is {global_batch}"
+            )
+    return map_leaves(
+        batch, lambda leaf: leaf.tensor[rank * size : (rank + 1) * size] if leaf.is_batched else leaf.tensor
+    )
+
+
+def _resident_bytes() -> int:
+    """Memory of this process now: CUDA allocations, else resident memory."""
+    if torch.cuda.is_available():
+        return 0
+    return _status_bytes("VmRSS")
+
+
+def _reset_peak() -> None:
+    if torch.cuda.is_available():
+        torch.cuda.reset_peak_memory_stats()
+        return
+    with contextlib.suppress(OSError):  # where it is not permitted the peak counts from the start of the process
+        _CLEAR_REFS.write_text("5")  # resets VmHWM, the peak of resident memory: proc(5)
+
+
+def _peak_bytes(baseline_bytes: int) -> int:
+    """CUDA: most bytes allocated. CPU: rise of resident memory over what the imports took."""
+    if torch.cuda.is_available():
+        return int(torch.cuda.max_memory_allocated())
+    return max(0, _status_bytes("VmHWM") - baseline_bytes)
+
+
+def _status_bytes(key: str) -> int:
+    for line in _STATUS.read_text().splitlines():
+        if line.startswith(f"{key}:"):
+            return int(line.split()[1]) * 1024
+    return 0
+
+
+if __name__ == "__main__":
+    main()
