@@ -1,4 +1,4 @@
-"""Plan for this machine and train: `python train.py`, or `torchrun --nproc-per-node 2 train.py` on two devices."""
+"""Plan for this machine and train: `torchrun --nproc-per-node 2 train.py`, or `python train.py` on one device."""
 
 import os
 
@@ -9,12 +9,11 @@ from planner.zoo import build, text_batch
 
 torch.manual_seed(0)  # the same weights on every rank
 model, _ = build("gpt-tiny")
-plan = autoplan(model, "local", global_batch=16, fix={"devices": int(os.environ.get("WORLD_SIZE", "1"))})
+world = int(os.environ.get("WORLD_SIZE", "1"))
+plan = autoplan(model, "local", global_batch=16, fix={"devices": world})
 trainer = plan.apply(model, optimizer=lambda named: torch.optim.AdamW([p for _, p in named], lr=1e-3))
-samples = plan.global_batch // trainer.data_world  # of each data rank
-mine = slice(trainer.data_rank * samples, (trainer.data_rank + 1) * samples)
 for step in range(50):
     batch = text_batch(step, plan.global_batch, sequence_length=128, seed=0)
-    loss = trainer.step({name: tensor[mine] for name, tensor in batch.items()})
+    loss = trainer.step({name: t.chunk(trainer.data_world)[trainer.data_rank] for name, t in batch.items()})
     if step % 10 == 9 and os.environ.get("RANK", "0") == "0":
         print(f"step {step + 1}  loss {loss:.3f}")

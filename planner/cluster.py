@@ -209,6 +209,8 @@ class Device:
     kernel_launch_seconds: float  # least time of a kernel on the device
     dispatch_seconds: float  # CPU time of one operation in eager mode with autograd
     wrapper_seconds: float  # CPU time of a fully_shard block's hooks, per block and pass
+    block_seconds: float  # CPU time of calling a block as a module of its own, per block and pass
+    pass_seconds: float  # CPU time of a pipeline schedule, per stage and pass of a micro-batch
     synchronous_dispatch: bool
     overlap_slowdown: Mapping[str, float] = field(hash=False)  # by link kind, >= 1
     devices_per_node: int  # the usual machine around it: defaults of the shorthand 2x8xNAME
@@ -398,6 +400,8 @@ _DEVICE_KEYS: Mapping[str, Callable[[object], object]] = {
     "kernel_launch_seconds": _not_negative,
     "dispatch_seconds": _not_negative,
     "wrapper_seconds": _not_negative,
+    "block_seconds": _not_negative,
+    "pass_seconds": _not_negative,
     "synchronous_dispatch": _flag,
     "overlap_slowdown": _table(LINK_KINDS, _slowdown),
     "devices_per_node": _count,

@@ -99,6 +99,7 @@ class Costs:
     hop_seconds: Floats  # [L - 1] one message over the cut, in one direction
     hop_bytes: Floats  # [L - 1] of one micro-batch over the cut
     prelude_seconds: float  # on every stage
+    pass_seconds: float  # on every stage, per pass: the pipeline schedule itself
     prelude_bytes: float  # on every stage, per micro-batch in flight
     input_bytes: float  # the rank's part of the batch, all micro-batches, on every stage
     norm_seconds: float  # once a step
@@ -147,8 +148,8 @@ class Costs:
 
     @property
     def stage_seconds(self) -> float:
-        """On every stage, per micro-batch: the prelude."""
-        return self.prelude_seconds
+        """On every stage, per micro-batch: the prelude, and the schedule's work for both passes."""
+        return self.prelude_seconds + 2 * self.pass_seconds
 
     @property
     def stage_bytes(self) -> Floats:
@@ -284,6 +285,7 @@ def price(
         hop_seconds=_per_distinct(send_recv_seconds, hop_bytes, pipe),
         hop_bytes=hop_bytes,
         prelude_seconds=blocks.prelude_seconds,
+        pass_seconds=device.pass_seconds if mesh.pp > 1 else 0.0,
         prelude_bytes=graph.prelude.num_bytes.at(micro_batch),
         input_bytes=num_microbatches * blocks.model_input_bytes,
         norm_seconds=all_reduce_seconds(4.0, group) + all_reduce_seconds(4.0, pipe),
@@ -461,7 +463,7 @@ def _hop_bytes(graph: _Same, micro_batch: int) -> Floats:
 def _computed(device: Device, blocks: _Blocks, hooked: NDArray[np.bool_], *, passes: tuple[int, int]) -> Floats:
     """[L] seconds of this many forward and backward passes as one eager phase; `hooked` are FSDP2 modules."""
     times = np.array(passes, float)
-    return phase_seconds(device, blocks.kernels @ times, blocks.num_kernels @ times, times.sum() * hooked)
+    return phase_seconds(device, blocks.kernels @ times, blocks.num_kernels @ times, times.sum() * hooked, times.sum())
 
 
 def _peaks(blocks: _Blocks, strategy: Strategy) -> tuple[Floats, Floats]:

@@ -33,7 +33,7 @@ from planner.errors import ClusterError
 
 _log = logging.getLogger(__name__)
 
-_FORMAT = 3  # changes with the meaning of a cached number
+_FORMAT = 4  # changes with the meaning of a cached number
 _MAX_PROCESSES = 16
 _TIMEOUT_SECONDS = 90.0
 _WAIT_SECONDS = 120.0  # of ranks for the first one, which measures
@@ -232,6 +232,8 @@ def _cpu_cluster(num_processes: int, ranks: Sequence[Mapping[str, object]]) -> C
         kernel_launch_seconds=0.0,
         dispatch_seconds=_rounded(slowest["dispatch"][0][1]),
         wrapper_seconds=_rounded(_wrapper_seconds(slowest, gloo, num_processes)),
+        block_seconds=_rounded(max(0.0, slowest["block"][0][1] - slowest["dispatch"][0][1])),
+        pass_seconds=_rounded(_pass_seconds(slowest, num_processes)),
         synchronous_dispatch=True,
         # The ranks have one core each: what gloo's threads take is taken from computing.
         overlap_slowdown={"gloo": 2.0},
@@ -333,6 +335,14 @@ def _wrapper_seconds(slowest: Mapping[str, list[tuple[float, float]]], gloo: Lin
     # Forward and backward each gather, backward also scatters; two passes.
     collectives = 2 * small["all_gather"] + small["reduce_scatter"]
     return max((slowest["wrapper"][0][1] - collectives) / 2, gloo.launch_seconds / 10)
+
+
+def _pass_seconds(slowest: Mapping[str, list[tuple[float, float]]], num_processes: int) -> float:
+    """The schedule's share of a pass: what messages, operations and the block's call do not explain."""
+    if num_processes == 1:
+        return 0.0
+    explained = slowest["send_recv"][0][1] + slowest["block"][0][1]
+    return max(slowest["pass"][0][1] - explained, slowest["pass"][0][1] / 10)
 
 
 def _rounded(value: float) -> float:
@@ -449,6 +459,7 @@ def _work(rank: int, num_processes: int, folder: str) -> None:
     result["copy"] = [(float(1 << 26), _copy_seconds(1 << 26))]
     _say("dispatch")
     result["dispatch"] = [(1, _dispatch_seconds())]
+    result["block"] = [(1, _block_seconds())]
     _say("attention")
     result.update(_attention_rows())
     _say("convolution")
@@ -458,6 +469,7 @@ def _work(rank: int, num_processes: int, folder: str) -> None:
         result.update(_collective_rows(rank, num_processes))
         _say("wrapper")
         result["wrapper"] = [(1, _fully_shard_seconds(num_processes))]
+        result["pass"] = [(1, _pipeline_seconds(rank, num_processes))]
     dist.barrier()
     _say(json.dumps(result))
     dist.destroy_process_group()
@@ -576,6 +588,53 @@ def _dispatch_seconds() -> float:
         start.grad = None
 
     return _work_seconds(work, 0.3) / (2 * length + 3)
+
+
+def _block_seconds() -> float:
+    """Seconds of one pass through a block that does next to nothing, called as the runtime calls it."""
+    graph = torch.fx.Graph()
+    graph.output((graph.call_function(torch.ops.aten.neg.default, (graph.placeholder("x"),)),))
+    blocks = [torch.fx.GraphModule({}, graph) for _ in range(20)]
+    start = torch.ones(4, requires_grad=True)
+
+    def work() -> None:
+        environment = {0: start}
+        for index, block in enumerate(blocks):
+            try:
+                environment.update(zip((index + 1,), block(*[environment[index]]), strict=True))
+            finally:
+                pass
+        environment[len(blocks)].sum().backward()  # type: ignore[no-untyped-call]
+        start.grad = None
+
+    return _work_seconds(work, 0.2) / (2 * len(blocks))
+
+
+def _pipeline_seconds(rank: int, num_processes: int) -> float:
+    """Seconds of one pass of one micro-batch through a stage that does next to nothing."""
+    from torch.distributed.pipelining import PipelineStage, Schedule1F1B
+
+    num_microbatches = 4 * num_processes
+    sample = torch.ones(1, 4, requires_grad=True)
+    is_first, is_last = rank == 0, rank == num_processes - 1
+    stage = PipelineStage(
+        nn.Linear(4, 4), rank, num_processes, torch.device("cpu"),
+        input_args=(sample,), output_args=(sample,),
+    )  # fmt: skip
+    schedule = Schedule1F1B(stage, num_microbatches, loss_fn=lambda out, _: out.sum(), scale_grads=False)
+    data = torch.ones(num_microbatches, 4)
+
+    def work() -> None:
+        schedule.step(*([data] if is_first else []), target=data if is_last else None, return_outputs=False)
+
+    times = []
+    for _ in range(6):
+        dist.barrier()
+        start = time.perf_counter()
+        work()
+        times.append(time.perf_counter() - start)
+    turns = num_microbatches + num_processes - 1  # of a forward and a backward pass each
+    return _typical(times[1:]) / (2 * turns)
 
 
 def _attention_rows() -> dict[str, object]:

@@ -88,17 +88,22 @@ def kernel_seconds(device: Device, kernels: Sequence[Kernel], micro_batch: int) 
 
 
 def phase_seconds(
-    device: Device, sum_of_kernels: ArrayLike, num_kernels: ArrayLike, num_wrappers: ArrayLike = 0
+    device: Device,
+    sum_of_kernels: ArrayLike,
+    num_kernels: ArrayLike,
+    num_wrappers: ArrayLike = 0,
+    num_blocks: ArrayLike = 0,
 ) -> Floats:
     """Seconds of eager phases whose kernels take `sum_of_kernels` and are sent one by one.
 
     A GPU works while the processor sends the next kernel: the slower of the two counts. Where the processor itself
-    computes, both add up. `num_wrappers` are the passes through FSDP2-wrapped modules.
+    computes, both add up. `num_wrappers` are the passes through FSDP2-wrapped modules, `num_blocks` through blocks.
     """
     kernels = np.asarray(sum_of_kernels, float)
     sending = (
         np.asarray(num_kernels, float) * device.dispatch_seconds
         + np.asarray(num_wrappers, float) * device.wrapper_seconds
+        + np.asarray(num_blocks, float) * device.block_seconds
     )
     return np.asarray(kernels + sending if device.synchronous_dispatch else np.maximum(kernels, sending))
 

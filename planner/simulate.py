@@ -227,8 +227,8 @@ def _index(part: Sequence[tuple[int, int]]) -> tuple[Ints, Ints]:
 def _stage(costs: Costs, part: Sequence[tuple[int, int]]) -> Stage:
     at, end = _index(part), part[-1][0] + 1
     return Stage(
-        forward_seconds=costs.prelude_seconds + float(costs.forward_seconds[at].sum()),
-        backward_seconds=float(costs.backward_seconds[at].sum()),
+        forward_seconds=costs.prelude_seconds + costs.pass_seconds + float(costs.forward_seconds[at].sum()),
+        backward_seconds=costs.pass_seconds + float(costs.backward_seconds[at].sum()),
         send_seconds=float(costs.hop_seconds[end - 1]) if end <= len(costs.hop_seconds) else 0.0,
         start_seconds=float(costs.gather_seconds[at].sum()),
         exposed_seconds=float(costs.exposed_seconds[at].sum()),

@@ -153,7 +153,8 @@ class RankPool:
                 except EOFError:
                     self._ranks[rank][0].join(timeout=5)
                     code = self._ranks[rank][0].exitcode
-                    when, value, error = time.monotonic(), None, f"it died with exit code {code} and no traceback"
+                    # A rank that lost its partner has a traceback; one that has none died first.
+                    when, value, error = 0.0, None, f"it died with exit code {code} and no traceback"
                 if error is None:
                     values[rank] = value
                     continue

@@ -86,3 +86,9 @@ def test_a_later_rank_does_not_measure_where_the_first_has_a_corrupt_file(cache,
     measure._cache_path(2).write_text("{")
     with pytest.raises(ClusterError, match="the first rank measured nothing"):
         measure.local_cluster()
+
+
+def test_the_readme_shows_the_script_as_it_is():
+    code = SCRIPT.read_text().partition('"""\n\n')[2]
+
+    assert f"```python\n{code}```" in (ROOT / "README.md").read_text()

@@ -21,7 +21,9 @@ RANK = {
     "matmul_float64": [[1e9, 2e-2]],
     "matmul_bfloat16": [[1e9, 3e-2]],
     "memory": [[1e5, 1e-5], [1e8, 2e-2]],
+    "copy": [[6e7, 6e-3]],
     "dispatch": [[1, 5e-6]],
+    "block": [[1, 4.5e-5]],
     "attention_forward": [[1e8, 2e-3]],
     "attention_backward": [[1e8, 4e-3]],
     "convolution": [[1e8, 2e-3]],
@@ -30,6 +32,7 @@ RANK = {
     "reduce_scatter": [[4096, 1e-4], [1e7, 1e-2]],
     "send_recv": [[4096, 1e-4], [1e7, 1e-2]],
     "wrapper": [[1, 2.3e-3]],
+    "pass": [[1, 1e-3]],
 }
 
 
@@ -66,6 +69,13 @@ def test_collectives_are_priced_as_they_were_measured():
 def test_the_wrapper_is_what_the_collectives_do_not_explain():
     # 2.3 ms per block, less two gathers and a scatter of 0.1 ms, over two passes.
     assert measure._cpu_cluster(2, [RANK, RANK]).device.wrapper_seconds == pytest.approx(1e-3)
+
+
+def test_a_pass_of_a_pipeline_is_what_its_message_and_its_block_do_not_explain():
+    device = measure._cpu_cluster(2, [RANK, RANK]).device
+
+    assert device.block_seconds == pytest.approx(4e-5)
+    assert device.pass_seconds == pytest.approx(1e-3 - 1e-4 - 4.5e-5)
 
 
 def test_noise_that_makes_more_work_faster_is_smoothed():

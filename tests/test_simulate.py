@@ -213,7 +213,8 @@ def synthetic(num_stages, num_blocks, m, schedule):
         forward_seconds=one, backward_seconds=one * [2.0, 3.0], exposed_seconds=none, gather_seconds=none,
         reduce_seconds=none, optimizer_seconds=none, tie_seconds=none, state_bytes=none, activation_bytes=none,
         transient_bytes=none, working=Working(**dict.fromkeys(names, none)), hop_seconds=np.zeros(num_blocks - 1),
-        hop_bytes=np.zeros(num_blocks - 1), prelude_seconds=0.0, prelude_bytes=0.0, input_bytes=0.0, norm_seconds=0.0,
+        hop_bytes=np.zeros(num_blocks - 1), prelude_seconds=0.0, pass_seconds=0.0, prelude_bytes=0.0, input_bytes=0.0,
+        norm_seconds=0.0,
         in_flight=np.array([in_flight(schedule, p, num_stages, m) for p in range(num_stages)]), capacity=1.0,
         tie_groups=(),
     )  # fmt: skip

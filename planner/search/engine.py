@@ -156,9 +156,6 @@ class _Searcher:
         pins = self.pins
         if pins.zero and (pins.dp == 1 or pins.devices == 1):
             raise PlanError(f"zero={pins.zero} shards over data-parallel ranks, but dp is fixed to 1")
-        if (pins.dp or 1) > self.cluster.num_devices or (pins.pp or 1) > self.cluster.num_devices:
-            wanted = max(pins.dp or 1, pins.pp or 1)
-            raise PlanError(f"the fixed choices need {wanted} devices, the cluster has {self.cluster.num_devices}")
         if self.graph.fallbacks:
             if (pins.pp or 1) > 1:
                 raise PlanError(f"pp={pins.pp} needs a graph of the model, but {self.graph.fallbacks[0]}")
@@ -166,6 +163,9 @@ class _Searcher:
                 raise PlanError(f"recompute=full needs a graph of the model, but {self.graph.fallbacks[0]}")
         if (pins.pp or 1) > len(self.graph.blocks):
             raise PlanError(f"pp={pins.pp} needs as many blocks, the model has {len(self.graph.blocks)}")
+        if (pins.dp or 1) > self.cluster.num_devices or (pins.pp or 1) > self.cluster.num_devices:
+            wanted = max(pins.dp or 1, pins.pp or 1)
+            raise PlanError(f"the fixed choices need {wanted} devices, the cluster has {self.cluster.num_devices}")
 
     def _why_none(self) -> str:
         if self.graph.couples_samples:
