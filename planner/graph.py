@@ -200,10 +200,14 @@ class Prelude:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LossTerms:
-    """A mean over valid targets: `target` is a tensor of class indices that inputs determine."""
+    """What must be equal in all micro-batches for the loss to be a mean over samples.
+
+    `target` is a tensor that inputs determine: class indices, of which those other than `ignore_index` count, or, where
+    that is None, a value that the loss divides by.
+    """
 
     target: int
-    ignore_index: int
+    ignore_index: int | None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -223,8 +227,9 @@ class Graph:
     """A traced model.
 
     `dtype` is the compute dtype, baked into the graph. `aliases` are groups of names that are one
-    parameter (the first is the name used here). `couples_samples` says why the loss is no mean
-    over samples ("" = it is). With `fallbacks` there is no graph: nodes are empty, blocks are
+    parameter (the first is the name used here). `couples_samples` says why a batch must not be
+    split ("" = it may), `not_separable` why splitting it gives the loss of the parts rather than
+    of the whole ("" = both are equal). With `fallbacks` there is no graph: nodes are empty, blocks are
     modules to wrap.
     """
 
@@ -242,6 +247,7 @@ class Graph:
     dropout_nodes: tuple[int, ...] = ()
     loss_terms: tuple[LossTerms, ...] = ()
     couples_samples: str = ""
+    not_separable: str = ""
     updates_statistics: bool = False
     fallbacks: tuple[Fallback, ...] = ()
 

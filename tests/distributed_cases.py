@@ -650,3 +650,37 @@ def note_of_a_failed_schedule() -> list[str]:
     except RuntimeError as error:
         return list(error.__notes__)
     return []
+
+
+class MaskedMean(torch.nn.Module):
+    """A mean over unmasked samples, written by hand."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layers = torch.nn.ModuleList(torch.nn.Linear(6, 6) for _ in range(4))
+
+    def forward(self, x: Tensor, mask: Tensor) -> Tensor:
+        """The scalar loss."""
+        for layer in self.layers:
+            x = torch.tanh(layer(x))
+        return (x.square().mean(1) * mask).sum() / mask.sum()
+
+
+def masked_means() -> tuple[float, float, str]:
+    """Loss of a step with as many unmasked samples in each micro-batch, the eager loss, and the refusal otherwise."""
+    batch = {"x": torch.randn(12, 6, generator=torch.Generator().manual_seed(1)), "mask": torch.tensor([1.0, 0.0] * 6)}
+    batch = {name: value.double() for name, value in batch.items()}
+    model = MaskedMean().double()
+    graph = trace(model, batch, precision="fp64", device_kind="cpu")
+    plan = make_plan(graph, Kind(name="", dp=2, zero=(1,)), global_batch=12, num_microbatches=3)
+    trainer = apply_plan(plan, model, graph=graph)
+    loss = trainer.step(own_part(batch, trainer))
+    batch["mask"][0] = 0.0
+    try:
+        trainer.step(own_part(batch, trainer))
+        said = ""
+    except RunError as error:
+        said = str(error)
+    batch["mask"][0] = 1.0
+    return loss, MaskedMean().double()(**batch).item(), said

@@ -169,3 +169,9 @@ def test_an_error_inside_a_pipeline_names_the_users_line(one: RankPool) -> None:
     (notes,) = one.run(cases.note_of_a_failed_schedule)
 
     assert notes == ["in block b, model.py:3 (operator aten.embedding.default)"]
+
+
+def test_a_mean_that_inputs_divide_is_right_or_refused(two: RankPool) -> None:
+    for loss, eager, said in two.run(cases.masked_means):
+        assert loss == pytest.approx(eager, rel=1e-12)
+        assert "divides by a value that is between 0 and 1 in micro-batches" in said

@@ -118,15 +118,25 @@ class ValidTargets:
                 with torch.no_grad():
                     made = self.prelude(*(env[tensor].clone() for tensor in self.prelude.inputs))
                 env.update(zip(self.prelude.outputs, made, strict=True))
-            counts.append(torch.stack([(env[t.target] != t.ignore_index).sum() for t in self.terms]))
+            counts.append(torch.stack([_counted(env[t.target], t.ignore_index) for t in self.terms]))
         mine = torch.stack(counts)  # [micro-batch, term]
         bounds = torch.stack([mine.amax(0), -mine.amin(0)])
         dist.all_reduce(bounds, op=dist.ReduceOp.MAX)
         most, least = bounds[0].tolist(), (-bounds[1]).tolist()
-        for low, high in zip(least, most, strict=True):
+        for term, low, high in zip(self.terms, least, most, strict=True):
+            if low != high and term.ignore_index is None:
+                raise RunError(
+                    f"the loss divides by a value that is between {low:.6g} and {high:.6g} in micro-batches, so the "
+                    "mean of their losses is not that of the batch; pack or pad so that all have the same"
+                )
             if low != high:
                 raise RunError(
-                    f"micro-batches have between {low} and {high} targets that count (the others "
+                    f"micro-batches have between {low:.0f} and {high:.0f} targets that count (the others "
                     "are the ignored index), so the mean of their losses is not the mean over the "
                     "batch; pack or pad so that all have as many"
                 )
+
+
+def _counted(value: torch.Tensor, ignore_index: int | None) -> torch.Tensor:
+    """Targets that count, or the value itself where the loss divides by it."""
+    return value.double().sum() if ignore_index is None else (value != ignore_index).sum().double()

@@ -2,6 +2,7 @@
 
 import hashlib
 import itertools
+import logging
 import math
 import os
 import warnings
@@ -28,6 +29,7 @@ from planner.runtime.fallback import FallbackEngine
 from planner.runtime.zero import COMPUTE_DTYPES, Sharder, local, master_dtype, stage_class, whole
 from planner.trace import trace
 
+_log = logging.getLogger(__name__)
 LossFunction = Callable[[Any, Any], torch.Tensor]
 _GRAPH_DTYPES = {"bfloat16": "bf16", "float32": "fp32", "float64": "fp64", "float16": "fp16"}
 
@@ -205,6 +207,8 @@ def apply_plan(
     _check_same_plan(plan)
     _check_equal_everywhere(model)
     _check_parameters(model, graph)
+    if graph.not_separable and plan.num_microbatches * plan.mesh.dp > 1:
+        _log.warning("%s: training equals one device with the same micro-batches", graph.not_separable)
     warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a view tensor")
     mesh = init_device_mesh(
         device.type,

@@ -109,6 +109,15 @@ def search_model(
     notes += [f"no graph, so neither pipeline nor recomputation: {fallback}" for fallback in graph.fallbacks]
     if graph.couples_samples:
         notes.append(f"{graph.couples_samples}: one micro-batch on one data-parallel rank")
+    if graph.not_separable:
+        notes.append(
+            f"{graph.not_separable}: the result is that of one device with the same micro-batches, "
+            "not that of one whole batch"
+        )
+    if graph.fallbacks and not graph.couples_samples:
+        notes.append(
+            "without a graph it is not known whether the loss is a mean over samples; only then batches may be split"
+        )
     return search(
         graph, place, global_batch=global_batch, precision=precision or default_precision(place),
         optimizer=optimizer, objective=objective, pins=pins, top=top, notes=notes, progress=progress,

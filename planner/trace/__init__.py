@@ -30,6 +30,7 @@ from planner.trace.batch import LossFunction, call, leaves, map_leaves, num_samp
 from planner.trace.cut import Cut, cut, signature, storages
 from planner.trace.export import FlatGraph, NoGraphError, checkpoint_inlined, export
 from planner.trace.masks import fold_masks
+from planner.trace.separable import separability
 
 __all__ = ["call", "leaves", "map_leaves", "num_samples", "scalar_loss", "trace"]
 
@@ -45,14 +46,7 @@ MEAN_LOSSES = {
     "aten.nll_loss.default": (1, 2, 3, 4),
     "aten.nll_loss2d.default": (1, 2, 3, 4),
 }
-# Losses of elements against targets of the same shape: the reduction is argument 2.
-POINTWISE_LOSSES = (
-    "aten.mse_loss.default",
-    "aten.l1_loss.default",
-    "aten.smooth_l1_loss.default",
-    "aten.huber_loss.default",
-)
-MEAN, SUM = 1, 2
+MEAN = 1
 IGNORE_INDEX = -100
 
 
@@ -121,6 +115,9 @@ def _assemble(
     class_of: dict[str, int] = {}
     names = _names(flat, found)
     coupling, is_quadratic = _coupling(flat, found)
+    live = [flat.nodes[i] for i in sorted({*found.main, *found.free})]
+    split = separability(flat.tensors, live, flat.loss)
+    coupling = coupling or split.sums
     sizes = (2, max(4, samples)) if is_quadratic else (2, 4)
     moving = _moving(flat)
     for position, segment in enumerate(found.segments):
@@ -173,7 +170,11 @@ def _assemble(
         aliases=flat.aliases,
         unused_parameters=flat.unused_parameters,
         dropout_nodes=tuple(i for i in found.main if _drops(flat.nodes[i])),
-        loss_terms=_loss_terms(flat, found, prelude, maker),
+        loss_terms=(
+            *_loss_terms(flat, found, prelude, maker),
+            *(LossTerms(target=t, ignore_index=None) for t in split.divisors if maker.get(t) in prelude),
+        ),
+        not_separable=split.mixes,
         couples_samples=f"{coupling} (priced as for {sizes[1]} samples)" if is_quadratic else coupling,
         updates_statistics=any(tensors[t].kind == "buffer" for i in found.main for t in flat.nodes[i].mutates),
     )
@@ -294,11 +295,9 @@ def _coupling(flat: FlatGraph, found: Cut) -> tuple[str, bool]:
     """Why the loss is no mean over samples ("" = it is), and whether costs grow with the square of the batch.
 
     Two batch dims in one tensor compare samples with each other; class weights make the mean a
-    weighted one, so that the mean of micro-batch means is another number; a sum over samples is no mean, unless a
-    later node divides by the batch.
+    weighted one, so that the mean of micro-batch means is another number.
     """
     weighted = ""
-    divides = any(n.op.startswith("aten.div") and any(isinstance(a, Batch) for a in n.args) for n in flat.nodes)
     for index in found.main:
         node = flat.nodes[index]
         for tensor in node.outputs:
@@ -308,15 +307,7 @@ def _coupling(flat: FlatGraph, found: Cut) -> tuple[str, bool]:
             _, weight, reduction, _ = (_argument(node, p) for p in MEAN_LOSSES[node.op])
             if isinstance(weight, Ref) and reduction in (None, MEAN):
                 weighted = weighted or f"{node.source}: the mean loss is weighted by class"
-            if reduction == SUM and not divides:
-                weighted = weighted or f"{node.source}: the loss is a sum over samples, not their mean"
-        if node.op in POINTWISE_LOSSES and _argument_at(node, 2) == SUM and not divides:
-            weighted = weighted or f"{node.source}: the loss is a sum over samples, not their mean"
     return weighted, False
-
-
-def _argument_at(node: Node, position: int) -> object:
-    return node.args[position] if position < len(node.args) else dict(node.kwargs).get("reduction")
 
 
 def _without_graph(

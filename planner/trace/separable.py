@@ -1,0 +1,207 @@
+"""Is the loss a mean over samples? If not, micro-batches and data-parallel ranks compute another loss.
+
+Every tensor that depends on the batch has a degree: how it grows when the batch does. A tensor with a batch dim starts
+at 0, a sum over samples adds 1, a mean adds nothing, dividing by the batch size takes 1 away. After the reduction only
+linear operators keep the degree. A loss of degree 0 is a mean over samples; of another degree it is a sum; and a
+nonlinear operator on a reduced value (a product of two means, a norm of a mean) has none.
+
+A division by a value that inputs alone determine, such as the number of unmasked tokens, keeps the loss a mean only
+where that value is the same in all micro-batches: the runtime compares it.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from planner.graph import Batch, Node, Ref, Tensor, reads
+from planner.trace import aten
+
+KEEP = {
+    "neg", "view", "_unsafe_view", "reshape", "squeeze", "unsqueeze", "expand", "clone", "contiguous", "to", "_to_copy",
+    "detach", "alias", "permute", "transpose", "t", "flatten", "slice", "select", "lift_fresh_copy", "copy", "float",
+    "type_as", "where", "index_select", "narrow", "unbind", "split", "chunk",
+}  # fmt: skip
+ADD = {"add", "sub", "rsub", "cat", "stack"}
+CLAMP = {"clamp", "clamp_min", "maximum", "max"}
+CONTRACT = {"mm", "matmul", "dot", "mv", "vdot", "bmm"}
+ALONG_DIM = {
+    "softmax", "_softmax", "log_softmax", "_log_softmax", "cumsum", "cumprod", "sort", "argsort", "flip", "roll",
+    "topk",
+}  # fmt: skip
+MEAN, SUM = 1, 2
+
+
+@dataclass(frozen=True, slots=True)
+class State:
+    """What is known of a tensor: `degree` None = not linear in the samples, with `why`."""
+
+    depends: bool
+    is_given: bool  # inputs alone determine it
+    degree: int | None = 0
+    why: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Separability:
+    """`sums`: why the loss is a sum; `mixes`: why it is no mean; `divisors`: tensors that must be equal everywhere."""
+
+    sums: str = ""
+    mixes: str = ""
+    divisors: tuple[int, ...] = ()
+
+
+def separability(tensors: Sequence[Tensor], nodes: Sequence[Node], loss: int) -> Separability:
+    """Whether the loss is a mean over samples; `nodes` are the live ones in order."""
+    states: dict[int, State] = {}
+    divisors: dict[int, list[int]] = {}  # of a tensor: those its value depends on being equal
+
+    def state(tensor: int) -> State:
+        found = tensors[tensor]
+        given = found.kind not in ("parameter", "activation")
+        return states.get(tensor, State(depends=found.is_batched, is_given=given))
+
+    for node in nodes:
+        operands = list(dict.fromkeys(reads(node)))
+        used: list[int] = []
+        made = _result(node, tensors, [(t, state(t)) for t in operands], used)
+        carried = list(dict.fromkeys([*used, *(d for t in operands for d in divisors.get(t, ()))]))
+        for tensor in (*(t for t in node.outputs if t is not None), *node.mutates):
+            states[tensor] = made
+            divisors[tensor] = carried
+    final = state(loss)
+    if final.degree is None:
+        return Separability(mixes=final.why)
+    if final.degree != 0:
+        last = next(n for n in reversed(nodes) if loss in n.outputs)
+        return Separability(sums=f"{last.source}: the loss is a sum over samples, not their mean")
+    return Separability(divisors=tuple(divisors.get(loss, ())))
+
+
+def _result(node: Node, tensors: Sequence[Tensor], operands: list[tuple[int, State]], used: list[int]) -> State:
+    """The state of what a node makes; divisors that it relies on are added to `used`."""
+    made = [t for t in node.outputs if t is not None]
+    is_batched = any(tensors[t].is_batched for t in made)
+    is_given = all(state.is_given for _, state in operands)
+    moving = [(t, state) for t, state in operands if state.depends]
+    if not moving:
+        return State(depends=is_batched, is_given=is_given)
+
+    def none(reason: str) -> State:
+        return State(depends=True, is_given=is_given, degree=None, why=f"{node.source}: {reason}")
+
+    broken = next((state for _, state in moving if state.degree is None), None)
+    if broken is not None:
+        return State(depends=True, is_given=is_given, degree=None, why=broken.why)
+    samples = [(t, state) for t, state in moving if tensors[t].is_batched]
+    name = node.op.split(".")[1].rstrip("_") if node.op.count(".") > 1 else node.op
+    if name in ALONG_DIM and _along_batch(node, tensors):
+        return none(f"{name} runs over the samples of a batch")
+    degree: int | None
+    if samples and not is_batched:
+        degree = _reduced(node, name, samples, len(moving))
+        if degree is None:
+            return none(f"{name} over the samples of a batch is neither their sum nor their mean")
+        return State(depends=True, is_given=is_given, degree=degree)
+    reduced = [(t, state) for t, state in moving if not tensors[t].is_batched]
+    if samples and reduced:
+        degree = _scaled(node, name, moving, reduced, used)
+        if degree is None:
+            return none(f"{name} uses a value of the whole batch in each of its samples")
+        return State(depends=True, is_given=is_given, degree=degree)
+    degrees = [state.degree or 0 for _, state in moving]
+    if samples and not any(degrees):
+        return State(depends=True, is_given=is_given, degree=0)
+    degree = _linear(node, name, moving, degrees, len(operands), is_given, used)
+    if degree is None:
+        return none(f"{name} of a value that was reduced over the batch makes the loss no mean over samples")
+    return State(depends=True, is_given=is_given, degree=degree)
+
+
+def _reduced(node: Node, name: str, samples: list[tuple[int, State]], num_moving: int) -> int | None:
+    """Degree after a reduction over the batch dim, or None."""
+    degrees = {state.degree or 0 for _, state in samples}
+    if name in CONTRACT and len(samples) <= 2:
+        return sum(state.degree or 0 for _, state in samples) + 1
+    if len(degrees) > 1 or num_moving > len(samples):
+        return None
+    (degree,) = degrees
+    if name == "mean":
+        return degree
+    if name in ("sum", "count_nonzero"):
+        return degree + 1
+    reduction = _reduction(node)
+    if reduction in (MEAN, SUM) and degree == 0:
+        return 0 if reduction == MEAN else 1
+    return None
+
+
+def _scaled(
+    node: Node, name: str, moving: list[tuple[int, State]], reduced: list[tuple[int, State]], used: list[int]
+) -> int | None:
+    """Degree of samples multiplied or divided by a value that inputs determine, or None."""
+    if name not in ("mul", "div") or len(moving) != 2 or len(reduced) != 1 or not reduced[0][1].is_given:
+        return None
+    tensor, divisor = reduced[0]
+    other = next(state for t, state in moving if t != tensor)
+    is_second = len(node.args) > 1 and node.args[1] == Ref(tensor)
+    if name == "div" and not is_second:
+        return None
+    used.append(tensor)
+    return (other.degree or 0) + (1 if name == "mul" else -1) * (divisor.degree or 0)
+
+
+def _linear(
+    node: Node,
+    name: str,
+    moving: list[tuple[int, State]],
+    degrees: list[int],
+    num_operands: int,
+    is_given: bool,
+    used: list[int],
+) -> int | None:
+    """Degree after an operator on values that all have, or all have not, a batch dim; None if it is not linear."""
+    batch = sum(isinstance(arg, Batch) for arg in node.args)
+    if name in KEEP or name in ("sum", "mean"):
+        return degrees[0] if len(set(degrees)) == 1 else None
+    if name in CLAMP and is_given:
+        return degrees[0] if len(set(degrees)) == 1 else None
+    if name in ADD:
+        if len(set(degrees)) > 1:
+            return None
+        alone = len(moving) == num_operands and all(
+            isinstance(arg, Ref | tuple) for arg in node.args[: max(2, len(moving))]
+        )
+        return degrees[0] if alone or degrees[0] == 0 or is_given else None
+    if name in ("mul", "div"):
+        if len(moving) == 1:
+            is_first = node.args[0] == Ref(moving[0][0])
+            if name == "div" and not is_first:
+                return None
+            return degrees[0] + (batch if name == "mul" else -batch)
+        if is_given:
+            return degrees[0] + (1 if name == "mul" else -1) * degrees[1]
+        tensor, divisor = moving[1] if name == "div" or moving[1][1].is_given else moving[0]
+        if not divisor.is_given:
+            return None
+        used.append(tensor)
+        other = next(state for t, state in moving if t != tensor)
+        return (other.degree or 0) + (1 if name == "mul" else -1) * (divisor.degree or 0)
+    return None
+
+
+def _along_batch(node: Node, tensors: Sequence[Tensor]) -> bool:
+    first = node.args[0]
+    dims = [a for a in node.args[1:] if isinstance(a, int) and not isinstance(a, bool)]
+    if not isinstance(first, Ref) or not dims:
+        return False
+    shape = tensors[first.tensor].shape
+    return -len(shape) <= dims[0] < len(shape) and isinstance(shape[dims[0]], Batch)
+
+
+def _reduction(node: Node) -> object:
+    """The `reduction` argument of a loss operator: given, or its default."""
+    schema = getattr(aten.torch_operator(node.op), "_schema", None)
+    for position, argument in enumerate(schema.arguments if schema is not None else ()):
+        if argument.name == "reduction":
+            given = node.args[position] if position < len(node.args) else dict(node.kwargs).get("reduction")
+            return argument.default_value if given is None else given
+    return None

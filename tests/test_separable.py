@@ -1,0 +1,97 @@
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from planner.trace import trace
+from tests import models
+
+
+class Net(nn.Module):
+    """[batch, 4] to [batch, 3]; the loss is given."""
+
+    def __init__(self, loss) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 3)
+        self.scale = nn.Parameter(torch.ones(()))
+        self.loss = loss
+
+    def forward(self, x, y):
+        return self.loss(self.linear(x), y, self)
+
+
+def graph_of(loss):
+    batch = {"x": torch.randn(4, 4), "y": torch.randint(3, (4,))}
+    return trace(Net(loss), batch)
+
+
+MEANS = {
+    "cross entropy": lambda z, y, m: F.cross_entropy(z, y),
+    "mean of squares": lambda z, y, m: z.square().mean(),
+    "mean by hand": lambda z, y, m: z.square().sum() / z.shape[0],
+    "mean over samples, then classes": lambda z, y, m: z.square().mean(0).mean(),
+    "two means": lambda z, y, m: F.cross_entropy(z, y) + 0.1 * z.abs().mean() - z.mean() / 3,
+    "mean and weight decay": lambda z, y, m: F.cross_entropy(z, y) + 0.1 * m.linear.weight.norm(),
+    "scaled mean": lambda z, y, m: F.cross_entropy(z, y) * m.scale,
+    "mean of sample norms": lambda z, y, m: (z.norm(dim=1) + z.softmax(1).amax(1)).mean(),
+    "stacked": lambda z, y, m: torch.stack([z.mean(), z.abs().mean()]).sum(),
+    "binary": lambda z, y, m: F.binary_cross_entropy_with_logits(z[:, 0], (y > 0).to(z.dtype)),
+    "smooth": lambda z, y, m: F.cross_entropy(z, y, label_smoothing=0.1),
+}
+SUMS = {
+    "sum": lambda z, y, m: z.square().sum(),
+    "sum of cross entropy": lambda z, y, m: F.cross_entropy(z, y, reduction="sum"),
+    "sum of squares": lambda z, y, m: F.mse_loss(z[:, 0], y.to(z.dtype), reduction="sum"),
+    "product over classes only": lambda z, y, m: z.square().sum(0).mean(),
+}
+MIXES = {
+    "product of means": lambda z, y, m: z.mean() * z.abs().mean(),
+    "root of a mean": lambda z, y, m: z.square().mean().sqrt(),
+    "balance of classes": lambda z, y, m: (z.softmax(1).mean(0) ** 2).sum(),
+    "batch statistics": lambda z, y, m: (z - z.mean(0)).square().mean(),
+    "maximum": lambda z, y, m: z.amax(),
+    "softmax over samples": lambda z, y, m: z.softmax(0).square().mean(),
+    "mean and a batch-free square": lambda z, y, m: (z.mean() + 1.0).square(),
+    "sum with weight decay": lambda z, y, m: z.square().sum() + m.linear.weight.square().sum(),
+}
+DIVIDED = {
+    "masked mean": lambda z, y, m: (F.cross_entropy(z, y, reduction="none") * (y > 0)).sum() / (y > 0).sum(),
+    "masked mean, clamped": lambda z, y, m: (z.square().mean(1) * (y > 0)).sum() / (y > 0).sum().clamp(min=1),
+    "normalised weights": lambda z, y, m: (z.square().mean(1) * ((y + 1.0) / (y + 1.0).sum())).sum(),
+}
+
+
+@pytest.mark.parametrize("name", MEANS)
+def test_a_mean_over_samples_may_be_split(name):
+    graph = graph_of(MEANS[name])
+
+    assert (graph.couples_samples, graph.not_separable) == ("", "")
+    assert all(term.ignore_index is not None for term in graph.loss_terms)
+
+
+@pytest.mark.parametrize("name", SUMS)
+def test_a_sum_over_samples_may_not(name):
+    assert "sum over samples" in graph_of(SUMS[name]).couples_samples
+
+
+@pytest.mark.parametrize("name", MIXES)
+def test_a_nonlinear_loss_is_told_with_its_line(name):
+    graph = graph_of(MIXES[name])
+
+    assert "test_separable.py:" in graph.not_separable or "sum over samples" in graph.couples_samples
+
+
+@pytest.mark.parametrize("name", DIVIDED)
+def test_what_a_mean_is_divided_by_has_to_be_equal_in_all_micro_batches(name):
+    graph = graph_of(DIVIDED[name])
+
+    assert (graph.couples_samples, graph.not_separable) == ("", "")
+    assert [term.ignore_index for term in graph.loss_terms if term.ignore_index is None]
+
+
+def test_models_of_the_zoo_and_of_hugging_face_are_means():
+    for name in models.MODELS:
+        graph = trace(
+            models.build(name, dtype=torch.float32), models.batches(name, 4, 1, dtype=torch.float32)[0], name=name
+        )
+        assert (graph.couples_samples, graph.not_separable) == ("", ""), name
