@@ -227,7 +227,8 @@ class Graph:
     """A traced model.
 
     `dtype` is the compute dtype, baked into the graph. `aliases` are groups of names that are one
-    parameter (the first is the name used here). `couples_samples` says why a batch must not be
+    parameter (the first is the name used here). `settings` are what the batch holds beside tensors.
+    `couples_samples` says why a batch must not be
     split ("" = it may), `not_separable` why splitting it gives the loss of the parts rather than
     of the whole ("" = both are equal). With `fallbacks` there is no graph: nodes are empty, blocks are
     modules to wrap.
@@ -246,6 +247,7 @@ class Graph:
     unused_parameters: tuple[str, ...] = ()
     dropout_nodes: tuple[int, ...] = ()
     loss_terms: tuple[LossTerms, ...] = ()
+    settings: tuple[tuple[str, str], ...] = ()
     couples_samples: str = ""
     not_separable: str = ""
     updates_statistics: bool = False
@@ -256,7 +258,7 @@ class Graph:
         """SHA-256 of what is executed: sources, module paths and prices do not count."""
         digest = hashlib.sha256()
         for part in (
-            self.dtype, self.inputs, self.loss, self.aliases, self.unused_parameters,
+            self.dtype, self.settings, self.inputs, self.loss, self.aliases, self.unused_parameters,
             tuple((t.name if t.kind != "activation" else "", t.shape, t.dtype, t.kind,
                    t.requires_grad, t.value) for t in self.tensors),
             tuple((n.op, n.args, n.kwargs, n.outputs, n.mutates) for n in self.nodes),

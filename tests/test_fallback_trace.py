@@ -1,9 +1,11 @@
 """What has no graph says why, with the user's line, and comes back as modules to wrap; what does not fit is refused."""
 
 import logging
+import random
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -286,3 +288,52 @@ def test_shared_children_belong_to_the_root():
     graph = trace(Shared(), BATCH)
     assert [b.name for b in graph.blocks] == ["layers.1", ""]
     assert graph.aliases == (("layers.0.weight", "layers.2.weight"),)
+
+
+class Stateful(nn.Module):
+    """Forward does something with Python values that a graph would freeze."""
+
+    def __init__(self, what) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+        self.calls = 0
+        self.what = what
+
+    def forward(self, x):
+        return self.what(self, self.linear(x)).square().mean()
+
+
+def _count(self, z):
+    self.calls += 1
+    return z / self.calls
+
+
+@pytest.mark.parametrize(
+    ("what", "reason", "is_coupled"),
+    [
+        (_count, "forward changes the Python value calls", False),
+        (lambda self, z: z * random.random(), "forward draws random numbers outside of torch", False),
+        (lambda self, z: z * float(np.random.rand()), "forward draws random numbers outside of torch", False),  # noqa: NPY002
+        (lambda self, z: z / (z.shape[0] + 1), "a number of aten.div.Tensor is made from the batch size", True),
+        (lambda self, z: z / (z.shape[0] + 10), "a number of aten.div.Tensor is made from the batch size", True),
+        (lambda self, z: z * (1.0 / z.shape[0] ** 0.5), "is made from the batch size", True),
+    ],
+    ids=["counter", "python random", "numpy random", "batch + 1", "batch + 10", "root of the batch"],
+)
+def test_what_a_graph_would_freeze_is_refused(what, reason, is_coupled):
+    graph = trace(Stateful(what), {"x": torch.randn(3, 4)})
+
+    assert reason in graph.fallbacks[0].reason
+    assert bool(graph.couples_samples) == is_coupled
+
+
+def test_a_width_near_the_traced_batch_is_no_number_of_the_batch():
+    class Wide(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(4, 1000)
+
+        def forward(self, x):
+            return self.linear(x).view(-1, 10, 100).square().mean() + self.linear(x)[:, 990:].mean()
+
+    assert not trace(Wide(), {"x": torch.randn(3, 4)}).fallbacks

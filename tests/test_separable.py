@@ -49,6 +49,7 @@ MIXES = {
     "root of a mean": lambda z, y, m: z.square().mean().sqrt(),
     "balance of classes": lambda z, y, m: (z.softmax(1).mean(0) ** 2).sum(),
     "batch statistics": lambda z, y, m: (z - z.mean(0)).square().mean(),
+    "last sample": lambda z, y, m: z[-1].square().mean(),
     "maximum": lambda z, y, m: z.amax(),
     "softmax over samples": lambda z, y, m: z.softmax(0).square().mean(),
     "mean and a batch-free square": lambda z, y, m: (z.mean() + 1.0).square(),

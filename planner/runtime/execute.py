@@ -115,6 +115,7 @@ class GraphEngine:
             for tensor, (module, leaf) in sorted(self.stage.sites().items())
         ]
         self._tied = _tied_groups(graph, readers, index, self._pp_group)
+        self._has_gradient: dict[str, bool] = {}  # by tied parameter, whether any stage has one
 
     def run(self, batch: object) -> torch.Tensor:
         """Forward and backward of all micro-batches."""
@@ -135,11 +136,18 @@ class GraphEngine:
 
     def sum_tied(self) -> None:
         """All-reduce the local part of each tied gradient over the stages that own it."""
-        by_name = {owned.name: owned for owned in self.owned}
+        by_name = {owned.name: owned.parameter for owned in self.owned}
         for name, group in self._tied:
-            gradient = by_name[name].parameter.grad
-            if gradient is not None:
-                dist.all_reduce(local(gradient), group=group)
+            parameter = by_name[name]
+            if name not in self._has_gradient:
+                # A stage may only use the parameter detached; all stages of the group must still call alike.
+                anyone = torch.tensor(parameter.grad is not None, dtype=torch.int32, device=self.inputs.device)
+                dist.all_reduce(anyone, group=group)
+                self._has_gradient[name] = bool(anyone)
+            if self._has_gradient[name]:
+                if parameter.grad is None:
+                    parameter.grad = torch.zeros_like(parameter)
+                dist.all_reduce(local(parameter.grad), group=group)
 
     def after_backward(self) -> None:
         """Free gathered parameters."""

@@ -8,7 +8,7 @@ from torch import distributed as dist
 from planner.errors import ModelError, RunError
 from planner.graph import Batch, Graph
 from planner.runtime.blocks import dtype_of, lower_prelude
-from planner.trace.batch import leaves
+from planner.trace.batch import leaves, settings
 
 
 class Inputs:
@@ -38,6 +38,10 @@ class Inputs:
         if unknown := [name for name in named if name not in self.index_of]:
             raise RunError(
                 f"the batch has {unknown[0]!r}, which the model was not planned with; it takes {sorted(self.index_of)}"
+            )
+        if wrong := [f"{name}={value}" for name, value in settings(batch) if (name, value) not in self.graph.settings]:
+            raise RunError(
+                f"the batch has {wrong[0]}, which the model was not traced with; plan and apply with such a batch"
             )
         return {self.index_of[name]: self._checked(name, value) for name, value in named.items()}
 

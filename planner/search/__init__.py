@@ -3,10 +3,10 @@
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from torch import Tensor, nn
+from torch import Tensor, float64, nn
 
 from planner.cluster import Cluster
-from planner.errors import PlanError
+from planner.errors import ModelError, PlanError
 from planner.measure import local_cluster
 from planner.plan import OPTIMIZERS, Plan
 from planner.search.choices import Pins
@@ -86,6 +86,12 @@ def search_model(
     Raises:
         PlannerError: no plan fits, or something given is wrong; one sentence.
     """
+    if not isinstance(model, nn.Module):
+        raise ModelError(f"the model must be an nn.Module, is {model!r:.60}; give an instance, not a class")
+    if not isinstance(cluster, str | Cluster):
+        raise PlanError(f"the cluster must be a Cluster or text such as '2x8xA100-80GB', is {cluster!r:.40}")
+    if global_batch is not None and (isinstance(global_batch, bool) or not isinstance(global_batch, int)):
+        raise PlanError(f"global_batch must be a whole number of samples, is {global_batch!r:.40}")
     pins = Pins.of(fix)
     if optimizer not in OPTIMIZERS:
         raise PlanError(f"optimizer {optimizer!r} is none of {', '.join(OPTIMIZERS)}")
@@ -109,6 +115,14 @@ def search_model(
     notes += [f"no graph, so neither pipeline nor recomputation: {fallback}" for fallback in graph.fallbacks]
     if graph.couples_samples:
         notes.append(f"{graph.couples_samples}: one micro-batch on one data-parallel rank")
+    if graph.updates_statistics:
+        notes.append(
+            "forward updates buffers, such as the statistics of a batch norm: once in every micro-batch, "
+            "by the samples of each data-parallel rank"
+        )
+    chosen = precision or default_precision(place)
+    if chosen != "fp64" and any(p.dtype == float64 for p in model.parameters()):
+        notes.append(f"the model has float64 parameters, which are trained in fp32: precision is {chosen}")
     if graph.not_separable:
         notes.append(
             f"{graph.not_separable}: the result is that of one device with the same micro-batches, "

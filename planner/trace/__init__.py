@@ -26,7 +26,7 @@ from planner.graph import (
     total,
 )
 from planner.trace import pricing
-from planner.trace.batch import LossFunction, call, leaves, map_leaves, num_samples, scalar_loss
+from planner.trace.batch import LossFunction, call, leaves, map_leaves, num_samples, scalar_loss, settings
 from planner.trace.cut import Cut, cut, signature, storages
 from planner.trace.export import FlatGraph, NoGraphError, checkpoint_inlined, export
 from planner.trace.masks import fold_masks
@@ -87,7 +87,8 @@ def trace(
         say("pricing modules")
         return _without_graph(model, batch, loss_fn, dtype, name, device_kind, error)
     say("pricing block classes")
-    return _assemble(flat, found, name, PRECISIONS[precision], device_kind, num_samples(batch))
+    graph = _assemble(flat, found, name, PRECISIONS[precision], device_kind, num_samples(batch))
+    return replace(graph, settings=settings(batch))
 
 
 def _assemble(

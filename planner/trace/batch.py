@@ -36,6 +36,14 @@ def _plain(batch: object) -> object:
     return dict(batch) if isinstance(batch, Mapping) and not isinstance(batch, dict) else batch
 
 
+def settings(batch: object) -> tuple[tuple[str, str], ...]:
+    """(name, value as text) of what a batch holds beside tensors: the graph is made for these values."""
+    flat, _ = pytree.tree_flatten_with_path(_plain(batch))
+    return tuple(
+        (_name(path), repr(value)) for path, value in flat if value is not None and not isinstance(value, torch.Tensor)
+    )
+
+
 def leaves(batch: object) -> list[Leaf]:
     """The tensors of a batch in order. The batch dim is dim 0.
 

@@ -13,6 +13,8 @@ import inspect
 import logging
 import math
 import operator
+import pickle
+import random
 import sys
 import traceback
 import warnings
@@ -22,6 +24,7 @@ from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch import fx, nn
 from torch._subclasses.fake_tensor import (
@@ -40,6 +43,7 @@ from planner.trace import aten
 from planner.trace.batch import Leaf, LossFunction, call, describe, leaves, map_leaves, num_samples, scalar_loss
 
 # Primes that divide few usual sizes; the first that the model's own sizes allow is taken.
+NEAR = 64  # constants this near to a multiple of the prime may be made from it
 PRIMES = (1009, 1013, 1019, 1021, 1031, 1033, 1039, 1049, 1051, 1061, 1063, 1069, 1087, 1091, 1093, 1097)
 
 # Operators that write what their schema does not say: batch norm updates its running statistics
@@ -87,16 +91,34 @@ def _refused(source: str, reason: str, cure: str, *, couples: bool = False) -> N
 
 
 class LossOnly(nn.Module):
-    """The model with its loss: what is exported returns one scalar."""
+    """The model with its loss: what is exported returns one scalar. `note` is told what forward sets in Python."""
 
-    def __init__(self, model: nn.Module, loss_fn: LossFunction | None) -> None:
+    def __init__(
+        self, model: nn.Module, loss_fn: LossFunction | None, note: Callable[[str], None] = lambda _: None
+    ) -> None:
         super().__init__()
         self.model = model
         self._loss_fn = (loss_fn,)  # in a tuple, so that a loss that is a module adds no parameters
+        self.note = note  # not a list of our own: export puts attributes back to what they were
 
     def forward(self, batch: Any) -> torch.Tensor:
         """The scalar loss of one batch."""
-        return scalar_loss(call(self.model, batch), batch, self._loss_fn[0])
+        before = _python_values(self.model)
+        loss = scalar_loss(call(self.model, batch), batch, self._loss_fn[0])
+        for name, value in _python_values(self.model).items():
+            if before.get(name, value) != value:
+                self.note(name)
+        return loss
+
+
+def _python_values(model: nn.Module) -> dict[str, object]:
+    """Public plain attributes of all modules by name."""
+    return {
+        f"{name}.{key}".lstrip("."): value
+        for name, module in model.named_modules()
+        for key, value in vars(module).items()
+        if not key.startswith("_") and isinstance(value, bool | int | float | str)
+    }
 
 
 def fake_mode() -> FakeTensorMode:
@@ -284,14 +306,39 @@ def export(model: nn.Module, batch: object, dtype: torch.dtype, loss_fn: LossFun
     if found := refusals(model):
         raise NoGraphError(found)
     given = leaves(batch)
-    mode = fake_mode()
-    copied = fake_copy(model, dtype, mode)
     prime = prime_for(model, given)
+    flat = _exported(model, batch, dtype, loss_fn, prime)
+    if _has_number_near(flat, model, given, prime):
+        # Such as batch + 1, or the index of the last sample: at another prime it is another number.
+        other = _exported(model, batch, dtype, loss_fn, next(p for p in PRIMES[::-1] if p != prime))
+        for one, two in zip(flat.nodes, other.nodes, strict=False):
+            if (one.op, one.args, one.kwargs) != (two.op, two.args, two.kwargs):
+                raise _refused(
+                    one.source,
+                    f"a number of {one.op} is made from the batch size",
+                    f"use sizes and indices that do not depend on the batch, {TRAINS_WITHOUT}",
+                    couples=True,
+                )
+    return flat
+
+
+def _exported(
+    model: nn.Module, batch: object, dtype: torch.dtype, loss_fn: LossFunction | None, prime: int
+) -> FlatGraph:
+    """One export with `prime` samples."""
+    found: list[Fallback] = []
+    given = leaves(batch)
+    mode = fake_mode()
+    changed: list[str] = []
+    wrapped = LossOnly(fake_copy(model, dtype, mode), loss_fn, changed.append)
     try:
-        with warnings.catch_warnings(), _watch(found), _quiet_logs(), torch.inference_mode(False), torch.enable_grad():
+        with (
+            warnings.catch_warnings(), _watch(found), _watch_python_state(model, changed, found), _quiet_logs(),
+            torch.inference_mode(False), torch.enable_grad(),
+        ):  # fmt: skip
             warnings.simplefilter("ignore")
             large = _fake_batch(batch, prime, dtype, mode)
-            program = torch.export.export(LossOnly(copied, loss_fn), (large,), strict=False)
+            program = torch.export.export(wrapped, (large,), strict=False)
     except Exception as error:
         if found:
             raise NoGraphError(found) from error
@@ -304,6 +351,43 @@ def export(model: nn.Module, batch: object, dtype: torch.dtype, loss_fn: LossFun
     if found:
         raise NoGraphError(found)
     return _Converter(program, model, given, prime).flat_graph()
+
+
+def _has_number_near(flat: FlatGraph, model: nn.Module, given: Sequence[Leaf], prime: int) -> bool:
+    """Whether an integer constant lies near a multiple of the prime and is no size of the model or of a sample."""
+    sizes = {s for t in (*model.parameters(), *model.buffers()) for s in t.shape}
+    sizes |= {s for leaf in given for s in leaf.tensor.shape[leaf.is_batched :]}
+    todo: list[Arg] = [(node.args, tuple(value for _, value in node.kwargs)) for node in flat.nodes]
+    while todo:
+        item = todo.pop()
+        if isinstance(item, tuple):
+            todo += item
+        elif (
+            isinstance(item, int) and not isinstance(item, bool) and prime / 2 < item < 8 * prime and item not in sizes
+        ):
+            distance = min(item % prime, prime - item % prime)
+            if distance <= NEAR:
+                return True
+    return False
+
+
+def _numpy_state() -> bytes:
+    """The state of numpy's global generator."""
+    return pickle.dumps(np.random.get_state())  # noqa: NPY002 it is the generator that models use
+
+
+@contextlib.contextmanager
+def _watch_python_state(model: nn.Module, changed: list[str], found: list[Fallback]) -> Iterator[None]:
+    """Record what forward changes or draws outside of tensors: a graph would repeat its first value forever."""
+    before = random.getstate(), _numpy_state()
+    yield
+    source = _where_defined(type(model).forward)
+    if changed:
+        reason = f"forward changes the Python value {changed[0]}"
+        found.append(Fallback(source=source, reason=reason, cure=f"keep it in a buffer, {TRAINS_WITHOUT}"))
+    if (random.getstate(), _numpy_state()) != before:
+        reason = "forward draws random numbers outside of torch"
+        found.append(Fallback(source=source, reason=reason, cure=f"draw with torch, {TRAINS_WITHOUT}"))
 
 
 def _fake_batch(batch: object, size: int, dtype: torch.dtype, mode: FakeTensorMode) -> Any:
@@ -327,7 +411,8 @@ def _runs_at(size: int, model: nn.Module, batch: object, dtype: torch.dtype, los
         ModelError: it fails on the batch as it came: the batch does not fit.
     """
     mode = fake_mode()
-    wrapped = LossOnly(fake_copy(model, dtype, mode), loss_fn)
+    changed: list[str] = []
+    wrapped = LossOnly(fake_copy(model, dtype, mode), loss_fn, changed.append)
 
     def failure(samples: int) -> Exception | None:
         try:
@@ -636,6 +721,7 @@ class _Converter:
                     self._source(node),
                     f"the number {item:g} is made from the batch size",
                     f"take the mean with a tensor operator instead, {TRAINS_WITHOUT}",
+                    couples=True,
                 )
 
     def _check_count(self, count: int, node: fx.Node) -> None:
