@@ -296,6 +296,21 @@ class Graph:
             for cut in range(len(self.blocks) - 1)
         )
 
+    @cached_property
+    def reads_updates(self) -> str:
+        """Where a node reads a buffer that forward updates ("" = none does).
+
+        A pipeline runs forward for several micro-batches before it runs backward for the first, so autograd would find
+        what it saved of the buffer changed.
+        """
+        updated = {t for n in self.nodes for t in n.mutates if self.tensors[t].kind == "buffer"}
+        for node in self.nodes:
+            if not node.mutates and not node.aliases and any(t in updated for t in reads(node)):
+                return node.source
+            if any(t in updated for t in node.aliases):
+                updated.update(t for t in node.outputs if t is not None)
+        return ""
+
     def carried_bytes(self, cut: int) -> Affine:
         """Bytes that cross the cut after block `cut`, per micro-batch."""
         total = Affine()

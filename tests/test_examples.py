@@ -92,3 +92,15 @@ def test_the_readme_shows_the_script_as_it_is():
     code = SCRIPT.read_text().partition('"""\n\n')[2]
 
     assert f"```python\n{code}```" in (ROOT / "README.md").read_text()
+
+
+def test_the_readme_snippet_runs(tmp_path):
+    """The second Python block: a model, a batch and a loss of one's own."""
+    snippet = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)[1]
+    (tmp_path / "snippet.py").write_text(snippet)
+
+    done = _run(["snippet.py"], tmp_path)
+
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.startswith("pp 2 ")
+    assert done.stdout.strip().endswith("True")

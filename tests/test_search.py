@@ -3,6 +3,7 @@ import json
 import re
 
 import pytest
+import torch
 
 from planner import Plan, PlannerError, autoplan, ranked_plans
 from planner.cluster import Cluster
@@ -247,3 +248,30 @@ def test_a_model_that_does_not_tell_its_batch_needs_one():
     with pytest.raises(ModelError, match="cannot be inferred; give an example"):
         autoplan(nn.Linear(2, 2), "1x4xA100-40GB")
     assert issubclass(ModelError, PlannerError)
+
+
+@pytest.mark.parametrize(("divides", "may_pipeline"), [(True, False), (False, True)])
+def test_a_buffer_that_forward_updates_and_reads_rules_a_pipeline_out(divides, may_pipeline):
+    class Counting(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers = torch.nn.ModuleList(torch.nn.Linear(8, 8) for _ in range(4))
+            self.count: torch.Tensor
+            self.register_buffer("count", torch.zeros(()))
+
+        def forward(self, x):
+            self.count += 1
+            for layer in self.layers:
+                x = layer(x).tanh()
+            return (x / self.count if divides else x).square().mean()
+
+    graph = trace(Counting(), {"x": torch.randn(4, 8)}, precision="bf16")
+    cluster = Cluster.load("1x4xA100-40GB")
+
+    assert bool(graph.reads_updates) != may_pipeline
+    if may_pipeline:
+        assert search(graph, cluster, global_batch=8, pins="pp=2").plans
+    else:
+        assert all(plan.mesh.pp == 1 for plan in search(graph, cluster, global_batch=8).plans)
+        with pytest.raises(PlanError, match=r"test_search.py:\d+ reads a buffer that forward updates"):
+            search(graph, cluster, global_batch=8, pins="pp=2")

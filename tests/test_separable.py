@@ -36,6 +36,8 @@ MEANS = {
     "mean of sample norms": lambda z, y, m: (z.norm(dim=1) + z.softmax(1).amax(1)).mean(),
     "stacked": lambda z, y, m: torch.stack([z.mean(), z.abs().mean()]).sum(),
     "binary": lambda z, y, m: F.binary_cross_entropy_with_logits(z[:, 0], (y > 0).to(z.dtype)),
+    "by hand": lambda z, y, m: -z.log_softmax(1)[torch.arange(z.shape[0]), y].mean(),
+    "gathered": lambda z, y, m: -z.log_softmax(1).gather(1, y[:, None]).mean(),
     "smooth": lambda z, y, m: F.cross_entropy(z, y, label_smoothing=0.1),
 }
 SUMS = {
@@ -49,6 +51,11 @@ MIXES = {
     "root of a mean": lambda z, y, m: z.square().mean().sqrt(),
     "balance of classes": lambda z, y, m: (z.softmax(1).mean(0) ** 2).sum(),
     "batch statistics": lambda z, y, m: (z - z.mean(0)).square().mean(),
+    "flipped": lambda z, y, m: (z * z.flip(0)).mean(),
+    "rolled": lambda z, y, m: (z * z.roll(1, 0)).mean(),
+    "picked": lambda z, y, m: (z * z[y]).mean(),
+    "numbered": lambda z, y, m: (z[:, 0] * torch.arange(z.shape[0])).mean(),
+    "scaled by the batch": lambda z, y, m: (z / (z.shape[0] * 4)).tanh().mean(),
     "last sample": lambda z, y, m: z[-1].square().mean(),
     "maximum": lambda z, y, m: z.amax(),
     "softmax over samples": lambda z, y, m: z.softmax(0).square().mean(),

@@ -293,6 +293,11 @@ def _check_plan(plan: Plan, graph: Graph) -> None:
         if mesh.pp > 1 or any(b.recompute != "none" for b in plan.stages[0].blocks):
             raise PlanError(f"{graph.fallbacks[0]}; without a graph a plan has no pipeline and no recomputation")
         return
+    if mesh.pp > 1 and graph.reads_updates:
+        raise PlanError(
+            f"{graph.reads_updates} reads a buffer that forward updates, which a pipeline would change before the "
+            "backward pass; plan with pp=1"
+        )
     zero_of = dict(zip(names, zeros, strict=True))
     for parameter, readers in graph.tie_groups:
         found = {zero_of[names[reader]] for reader in readers}

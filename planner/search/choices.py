@@ -100,7 +100,13 @@ class Configuration:
 
 
 def configurations(
-    num_blocks: int, num_devices: int, devices_per_node: int, global_batch: int, pins: Pins, *, has_graph: bool = True
+    num_blocks: int,
+    num_devices: int,
+    devices_per_node: int,
+    global_batch: int,
+    pins: Pins,
+    *,
+    may_pipeline: bool = True,
 ) -> list[Configuration]:
     """Every configuration that the arithmetic allows, in a fixed order.
 
@@ -110,7 +116,7 @@ def configurations(
     for devices in _device_counts(num_devices, devices_per_node, pins):
         for pp in _divisors(devices):
             dp = devices // pp
-            if pp > num_blocks or (pp > 1 and not has_graph) or global_batch % dp:
+            if pp > num_blocks or (pp > 1 and not may_pipeline) or global_batch % dp:
                 continue
             if (pins.pp or pp) != pp or (pins.dp or dp) != dp:
                 continue

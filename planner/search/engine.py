@@ -122,7 +122,7 @@ class _Searcher:
         self._check_pins()
         found = configurations(
             len(self.graph.blocks), self.cluster.num_devices, self.cluster.devices_per_node, self.global_batch,
-            self.pins, has_graph=not self.graph.fallbacks,
+            self.pins, may_pipeline=not self.graph.fallbacks and not self.graph.reads_updates,
         )  # fmt: skip
         if self.graph.couples_samples:
             found = [c for c in found if c.dp == 1 and c.num_microbatches == 1]
@@ -161,6 +161,11 @@ class _Searcher:
                 raise PlanError(f"pp={pins.pp} needs a graph of the model, but {self.graph.fallbacks[0]}")
             if pins.recompute == "full":
                 raise PlanError(f"recompute=full needs a graph of the model, but {self.graph.fallbacks[0]}")
+        if (pins.pp or 1) > 1 and self.graph.reads_updates:
+            raise PlanError(
+                f"pp={pins.pp} is not possible: {self.graph.reads_updates} reads a buffer that forward updates, which "
+                "a pipeline would change before the backward pass; leave pp out"
+            )
         if (pins.pp or 1) > len(self.graph.blocks):
             raise PlanError(f"pp={pins.pp} needs as many blocks, the model has {len(self.graph.blocks)}")
         if (pins.dp or 1) > self.cluster.num_devices or (pins.pp or 1) > self.cluster.num_devices:

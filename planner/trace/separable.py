@@ -27,17 +27,19 @@ ALONG_DIM = {
     "softmax", "_softmax", "log_softmax", "_log_softmax", "cumsum", "cumprod", "sort", "argsort", "flip", "roll",
     "topk",
 }  # fmt: skip
+INDEX = {"index", "index_select", "gather", "take", "take_along_dim", "index_put", "scatter", "scatter_add"}
 MEAN, SUM = 1, 2
 
 
 @dataclass(frozen=True, slots=True)
 class State:
-    """What is known of a tensor: `degree` None = not linear in the samples, with `why`."""
+    """What is known of a tensor: `degree` None = not linear in the samples; `why` is where and what made it so."""
 
     depends: bool
     is_given: bool  # inputs alone determine it
     degree: int | None = 0
     why: str = ""
+    is_position: bool = False  # the numbers of the samples, fit to index with and for nothing else
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,8 +73,7 @@ def separability(tensors: Sequence[Tensor], nodes: Sequence[Node], loss: int) ->
     if final.degree is None:
         return Separability(mixes=final.why)
     if final.degree != 0:
-        last = next(n for n in reversed(nodes) if loss in n.outputs)
-        return Separability(sums=f"{last.source}: the loss is a sum over samples, not their mean")
+        return Separability(sums=f"{final.why}: the loss is a sum over samples, not their mean")
     return Separability(divisors=tuple(divisors.get(loss, ())))
 
 
@@ -82,17 +83,27 @@ def _result(node: Node, tensors: Sequence[Tensor], operands: list[tuple[int, Sta
     is_batched = any(tensors[t].is_batched for t in made)
     is_given = all(state.is_given for _, state in operands)
     moving = [(t, state) for t, state in operands if state.depends]
+    name = node.op.split(".")[1].rstrip("_") if node.op.count(".") > 1 else node.op
+    if not moving and name == "arange" and is_batched:
+        why = f"{node.source}: forward computes with the positions of samples in a batch"
+        return State(depends=True, is_given=True, degree=None, why=why, is_position=True)
     if not moving:
         return State(depends=is_batched, is_given=is_given)
+    if name in INDEX:
+        picked = [state for t, state in moving if _picks_samples(node, t, tensors) and not state.is_position]
+        if picked:
+            why = f"{node.source}: {name} picks samples of a batch by number"
+            return State(depends=True, is_given=is_given, degree=None, why=why)
+        moving = [(t, state) for t, state in moving if not state.is_position] or moving
 
     def none(reason: str) -> State:
         return State(depends=True, is_given=is_given, degree=None, why=f"{node.source}: {reason}")
 
     broken = next((state for _, state in moving if state.degree is None), None)
     if broken is not None:
-        return State(depends=True, is_given=is_given, degree=None, why=broken.why)
+        is_position = name in KEEP and all(state.is_position for _, state in moving)
+        return State(depends=True, is_given=is_given, degree=None, why=broken.why, is_position=is_position)
     samples = [(t, state) for t, state in moving if tensors[t].is_batched]
-    name = node.op.split(".")[1].rstrip("_") if node.op.count(".") > 1 else node.op
     if name in ALONG_DIM and _along_batch(node, tensors):
         return none(f"{name} runs over the samples of a batch")
     degree: int | None
@@ -100,7 +111,7 @@ def _result(node: Node, tensors: Sequence[Tensor], operands: list[tuple[int, Sta
         degree = _reduced(node, name, samples, len(moving))
         if degree is None:
             return none(f"{name} over the samples of a batch is neither their sum nor their mean")
-        return State(depends=True, is_given=is_given, degree=degree)
+        return State(depends=True, is_given=is_given, degree=degree, why=node.source if degree else "")
     reduced = [(t, state) for t, state in moving if not tensors[t].is_batched]
     if samples and reduced:
         degree = _scaled(node, name, moving, reduced, used)
@@ -108,12 +119,13 @@ def _result(node: Node, tensors: Sequence[Tensor], operands: list[tuple[int, Sta
             return none(f"{name} uses a value of the whole batch in each of its samples")
         return State(depends=True, is_given=is_given, degree=degree)
     degrees = [state.degree or 0 for _, state in moving]
-    if samples and not any(degrees):
+    if samples and not any(degrees) and not any(isinstance(arg, Batch) and name in ("mul", "div") for arg in node.args):
         return State(depends=True, is_given=is_given, degree=0)
     degree = _linear(node, name, moving, degrees, len(operands), is_given, used)
     if degree is None:
         return none(f"{name} of a value that was reduced over the batch makes the loss no mean over samples")
-    return State(depends=True, is_given=is_given, degree=degree)
+    why = next((state.why for _, state in moving if state.why), node.source) if degree else ""
+    return State(depends=True, is_given=is_given, degree=degree, why=why)
 
 
 def _reduced(node: Node, name: str, samples: list[tuple[int, State]], num_moving: int) -> int | None:
@@ -189,12 +201,36 @@ def _linear(
 
 
 def _along_batch(node: Node, tensors: Sequence[Tensor]) -> bool:
+    """Whether an operator with dims (an integer, or a tuple of them) runs along the batch dim of its first operand."""
     first = node.args[0]
-    dims = [a for a in node.args[1:] if isinstance(a, int) and not isinstance(a, bool)]
-    if not isinstance(first, Ref) or not dims:
+    if not isinstance(first, Ref):
         return False
     shape = tensors[first.tensor].shape
-    return -len(shape) <= dims[0] < len(shape) and isinstance(shape[dims[0]], Batch)
+    dims = [d for arg in node.args[1:] for d in (arg if isinstance(arg, tuple) else (arg,)) if type(d) is int]
+    if node.op.startswith("aten.roll"):
+        dims = (
+            [d for d in node.args[2] if type(d) is int]
+            if len(node.args) > 2 and isinstance(node.args[2], tuple)
+            else [0]
+        )
+    elif not node.op.startswith("aten.flip"):
+        dims = dims[:1]
+    return any(-len(shape) <= d < len(shape) and isinstance(shape[d], Batch) for d in dims)
+
+
+def _picks_samples(node: Node, tensor: int, tensors: Sequence[Tensor]) -> bool:
+    """Whether `tensor` is an index into the batch dim of the first operand."""
+    first = node.args[0]
+    if not isinstance(first, Ref) or tensor == first.tensor:
+        return False
+    shape = tensors[first.tensor].shape
+    if isinstance(node.args[1], tuple):  # one index per dim; None takes all of it
+        return any(
+            index == Ref(tensor) and dim < len(shape) and isinstance(shape[dim], Batch)
+            for dim, index in enumerate(node.args[1])
+        )
+    dim = node.args[1]
+    return type(dim) is int and -len(shape) <= dim < len(shape) and isinstance(shape[dim], Batch)
 
 
 def _reduction(node: Node) -> object:
