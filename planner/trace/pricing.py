@@ -233,7 +233,7 @@ def _as_trace_error(what: str) -> Iterator[None]:
         first_line = str(error).strip().partition("\n")[0]
         raise TraceError(
             f"{what} cannot run on fake tensors, so it has no price: {type(error).__name__}: {first_line}; "
-            "give it shapes that do not depend on values (torch.where instead of indexing by a mask, no sparse gradients)"
+            "give it shapes that do not depend on values (torch.where instead of indexing by a mask)"
         ) from error
 
 
