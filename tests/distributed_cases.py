@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from functools import cache
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 import torch
 import torch.distributed as dist
@@ -497,6 +497,8 @@ def refusal(change: str) -> str:
         plan = make_plan(graph, Kind(name="", pp=2), num_microbatches=1)
     if change == "precision":
         plan = make_plan(graph, kind, precision="fp32")
+    if change == "another plan" and dist.get_rank() == 1:
+        plan = make_plan(graph, Kind(name="", dp=2, zero=(2,)))
     try:
         apply_plan(plan, model, graph=graph)
     except PlanError as error:
@@ -684,3 +686,40 @@ def masked_means() -> tuple[float, float, str]:
         said = str(error)
     batch["mask"][0] = 1.0
     return loss, MaskedMean().double()(**batch).item(), said
+
+
+class Detached(torch.nn.Module):
+    """A layer that the first stage trains and the last one only reads."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layers = torch.nn.ModuleList(torch.nn.Linear(6, 6) for _ in range(4))
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        """The scalar loss."""
+        first = cast("torch.nn.Linear", self.layers[0])
+        for layer in self.layers:
+            x = torch.tanh(layer(x))
+        z = torch.nn.functional.linear(x, first.weight.detach(), first.bias.detach())
+        return (z - y).square().mean()
+
+
+def detached_tie() -> tuple[list[float], list[float]]:
+    """Losses of a pipeline and of one device."""
+    generator = torch.Generator().manual_seed(1)
+    batch = {name: torch.randn(12, 6, generator=generator, dtype=torch.float64) for name in ("x", "y")}
+    model, eager = Detached().double(), Detached().double()
+    graph = trace(model, batch, precision="fp64", device_kind="cpu")
+    assert graph.tie_groups
+    plan = make_plan(graph, Kind(name="", pp=2), global_batch=12, num_microbatches=3)
+    trainer = apply_plan(plan, model, graph=graph, optimizer=models.sgd)
+    optimizer = models.sgd(eager.named_parameters())
+    expected = []
+    for _ in range(3):
+        optimizer.zero_grad()
+        loss = eager(**batch)
+        loss.backward()
+        optimizer.step()
+        expected.append(loss.item())
+    return [trainer.step(batch) for _ in range(3)], expected

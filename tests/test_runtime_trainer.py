@@ -42,6 +42,7 @@ SENTENCES = {
     "batch": "24 samples, not its global batch of 25",
     "class": "one pipeline stage has ZeRO stages [1, 2]",
     "few micro-batches": "1f1b needs as many micro-batches as stages: 1 < 2",
+    "another plan": "rank 1 has another plan than rank 0",
     "precision": "trains in fp32, the graph was traced in float64",
 }
 
@@ -175,3 +176,8 @@ def test_a_mean_that_inputs_divide_is_right_or_refused(two: RankPool) -> None:
     for loss, eager, said in two.run(cases.masked_means):
         assert loss == pytest.approx(eager, rel=1e-12)
         assert "divides by a value that is between 0 and 1 in micro-batches" in said
+
+
+def test_a_shared_parameter_that_one_stage_only_reads_trains_as_on_one_device(two: RankPool) -> None:
+    for losses, eager in two.run(cases.detached_tie):
+        assert losses == pytest.approx(eager, rel=1e-9)
