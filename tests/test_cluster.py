@@ -16,6 +16,7 @@ from planner.cluster import (
     link_named,
 )
 from planner.errors import ClusterError
+from planner.resources import profiles_path
 
 
 @pytest.mark.parametrize("cluster", all_presets(), ids=lambda cluster: cluster.name)
@@ -46,7 +47,68 @@ def test_what_the_issue_asks_for_is_there():
     assert {"V100-32GB", "A10G", "RTX3090", "RTX4090", "A100-40GB", "A100-80GB", "H100-80GB", "H200"} <= devices
     assert {"nvlink2", "nvlink3", "nvlink4", "pcie3", "pcie4", "pcie5", "gloo"} <= links
     assert {"infiniband-hdr", "infiniband-ndr", "ethernet-100g"} <= links
-    assert not device_named("V100").supports("bfloat16")
+    assert {"V100-16GB", "T4", "L4", "A100-80GB-PCIe", "H100-80GB-PCIe", "B200"} <= devices
+    assert {"nvlink5", "roce-100g", "roce-200g", "roce-400g", "ethernet-10g", "ethernet-25g"} <= links
+    assert not any(device_named(name).supports("bfloat16") for name in ("V100", "V100-16", "T4"))
+    assert not any(device_named(name).supports("tf32") for name in ("V100", "V100-16", "T4"))
+
+
+def test_every_description_is_used_or_at_least_named_by_its_file():
+    for folder, parts in (("devices", all_devices()), ("links", all_links()), ("clusters", all_presets())):
+        files = sorted(path.stem for path in (profiles_path() / folder).glob("*.toml"))
+        assert files == sorted(part.name.lower() for part in parts)
+
+
+def test_a_name_means_one_device():
+    names = [name for d in all_devices() for name in {n.lower() for n in (d.name, *d.aliases, *d.cuda_names)}]
+
+    assert len(names) == len(set(names))
+
+
+@pytest.mark.parametrize(
+    ("name", "float16", "memory", "bandwidth"),
+    [  # data sheets: dense TFLOP/s, GB, GB/s
+        ("V100-16", 125, 16, 900),
+        ("T4", 65, 16, 320),
+        ("L4", 121, 24, 300),
+        ("A100-PCIe", 312, 80, 1935),
+        ("H100-PCIe", 756, 80, 2000),
+        ("B200", 2250, 180, 7700),
+    ],
+)
+def test_peaks_are_those_of_the_data_sheet_without_sparsity(name, float16, memory, bandwidth):
+    device = device_named(name)
+
+    assert device.peak_flop_per_second["float16"] == pytest.approx(float16 * 1e12, rel=1e-3)
+    assert memory * 0.95e9 < device.memory_bytes < memory * 1.075e9
+    assert device.memory_bytes_per_second == pytest.approx(bandwidth * 1e9, rel=5e-3)
+
+
+@pytest.mark.parametrize(
+    ("text", "within", "between", "cards"),
+    [
+        ("4xT4", "pcie3-staged", "ethernet-50g", 1),
+        ("2x4xL4", "pcie4-l4", "ethernet-100g", 1),
+        ("8xB200", "nvlink5", "infiniband-ndr", 8),
+        ("2x8xH100-PCIe", "pcie5", "infiniband-ndr", 2),
+        ("4xa100-pcie", "pcie4", "infiniband-hdr", 1),
+        ("2x8xV100-16GB", "nvlink2", "ethernet-25g", 1),
+    ],
+)
+def test_a_shorthand_has_the_links_of_the_usual_machine(text, within, between, cards):
+    cluster = Cluster.load(text)
+
+    assert (cluster.intra_node_link.name, cluster.inter_node_link.name) == (within, between)
+    assert cluster.nics_per_node == cards
+
+
+def test_a_newer_link_carries_more():
+    nvlinks = [link_named(f"nvlink{k}").bytes_per_second for k in (2, 3, 4, 5)]
+    ethernets = [link_named(f"ethernet-{k}g").bytes_per_second for k in (10, 25, 50, 100)]
+    roces = [link_named(f"roce-{k}g").bytes_per_second for k in (100, 200, 400)]
+
+    for rates in (nvlinks, ethernets, roces):
+        assert rates == sorted(rates)
 
 
 @pytest.mark.parametrize(
