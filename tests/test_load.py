@@ -143,7 +143,8 @@ def test_a_name_of_the_zoo_is_built_from_the_seed():
     first, again, other = (load_model("mlp-tiny", device="cpu", seed=seed) for seed in (1, 1, 2))
     weight, same, different = (loaded.module.get_parameter("head.weight") for loaded in (first, again, other))
 
-    assert first.kind == "zoo"
+    assert first.is_zoo
+    assert first.kind == "classification"
     assert torch.equal(weight, same)
     assert not torch.equal(weight, different)
 

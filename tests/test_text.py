@@ -3,6 +3,7 @@ import torch
 
 from planner.errors import ModelError
 from planner.zoo import random_batch, text_batch
+from planner.zoo.text import continued_text_batch, masked_text_batch
 
 
 def test_text_is_python_source_and_labels_are_the_next_bytes():
@@ -73,3 +74,21 @@ def test_an_example_on_meta_gives_small_integers_on_the_cpu():
 def test_an_example_without_a_batch_is_refused():
     with pytest.raises(ModelError, match="no batch dim; put the batch on its dim 0"):
         random_batch((torch.tensor(1.0),), global_batch=2, seed=0, step=0)
+
+
+def test_masked_text_hides_as_many_bytes_in_every_sample_and_asks_for_those():
+    batch = masked_text_batch(3, 8, 40, seed=1, mask_token=256)
+    plain = text_batch(3, 8, 39, seed=1)
+    masked = batch["labels"] != -100
+
+    assert masked.sum(1).tolist() == [6] * 8
+    assert bool((batch["input_ids"] == 256).eq(masked).all())
+    assert torch.equal(batch["input_ids"].where(~masked, batch["labels"])[:, :-1], plain["input_ids"])
+    assert not torch.equal(masked, masked_text_batch(4, 8, 40, seed=1, mask_token=256)["labels"] != -100)
+
+
+def test_continued_text_goes_on_where_the_input_ends():
+    batch = continued_text_batch(0, 4, 16, seed=0)
+    whole = text_batch(0, 4, 31, seed=0)
+
+    assert torch.equal(torch.cat((batch["input_ids"], batch["labels"]), dim=1)[:, :-1], whole["input_ids"])

@@ -91,11 +91,11 @@ class GPT(nn.Module):
         self.blocks = nn.ModuleList(Block(config) for _ in range(config.layers))
         self.norm = nn.LayerNorm(config.width)
         self.head = nn.Linear(config.width, config.vocabulary, bias=False)
-        self._initialise()
+        self.init_weights()
         if config.tied_embeddings:
             self.head.weight = self.tokens.weight
 
-    def _initialise(self) -> None:
+    def init_weights(self) -> None:
         """GPT-2's: normal 0.02; what is added to the residual stream is scaled down with the depth."""
         residual_std = 0.02 / math.sqrt(2 * self.config.layers)
         for name, module in self.named_modules():

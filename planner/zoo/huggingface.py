@@ -42,7 +42,7 @@ _TASKS_BY_MODEL_TYPE = ["seq2seq", "masked-lm", *(t for t in _TASKS if t not in 
 
 
 def load_huggingface(
-    path: Path, *, sequence_length: int | None, device: str, seed: int
+    path: Path, *, sequence_length: int | None, device: str, seed: int, batch_device: str | None = None
 ) -> tuple[nn.Module, dict[str, Tensor], str, int | None]:
     """The model of a `config.json`, a batch of two samples, its task, and its trained sequence length if it has one.
 
@@ -64,7 +64,7 @@ def load_huggingface(
         nearest = difflib.get_close_matches(model_type, list(CONFIG_MAPPING.keys()), n=3)
         hint = f"did you mean {' or '.join(nearest)}?" if nearest else "write a factory (file.py:factory) for it"
         raise ModelError(f"{path}: transformers {transformers.__version__} knows no model type {model_type!r}; {hint}")
-    tables = {task: getattr(modeling_auto, table, {}) for task, table in _TASKS.items()}
+    tables = {task: _architectures_of(modeling_auto, table) for task, table in _TASKS.items()}
     architecture, task = _architecture(path, values, tables)
     try:
         config = CONFIG_MAPPING[model_type].from_dict(values)
@@ -84,7 +84,7 @@ def load_huggingface(
         raise ModelError(f"{path}: {architecture} cannot be built from it: {type(error).__name__}: {text}") from error
     trained = _trained_length(config, task)
     length = _checked_length(path, module, sequence_length, trained)
-    batch = {key: value.to(device) for key, value in _batch(config, task, length).items()}
+    batch = {key: value.to(batch_device or device) for key, value in _batch(config, task, length).items()}
     return module, batch, task, trained
 
 
@@ -97,11 +97,17 @@ def batch_of(module: nn.Module) -> dict[str, Tensor] | None:
 
     config: Any = module.config
     for task, table in _TASKS.items():
-        if type(module).__name__ in getattr(modeling_auto, table, {}).values():
+        if type(module).__name__ in _architectures_of(modeling_auto, table).values():
             batch = _batch(config, task, _trained_length(config, task) or 0)
             device = next(module.parameters()).device
             return {key: value.to(device) for key, value in batch.items()}
     return None
+
+
+def _architectures_of(modeling_auto: Any, table: str) -> dict[str, str]:
+    """Model type -> architecture of one of the library's tables; of several architectures the first."""
+    found: Mapping[str, str | tuple[str, ...]] = getattr(modeling_auto, table, {})
+    return {kind: names if isinstance(names, str) else names[0] for kind, names in found.items()}
 
 
 def _read(path: Path) -> dict[str, Any]:

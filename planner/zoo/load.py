@@ -26,7 +26,7 @@ from torch import Tensor, nn
 
 from planner.errors import ModelError
 from planner.zoo.huggingface import load_huggingface
-from planner.zoo.registry import NAMES, build, default_sequence_length
+from planner.zoo.registry import NAMES, build, default_sequence_length, task
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -39,11 +39,21 @@ class LoadedModel:
     name: str  # short, for people and file names
     spec: str  # what `load_model` was given
     default_sequence_length: int | None  # what the model was trained on; None: no sequence, or unknown
-    kind: str  # "zoo", "factory", or the task of a Hugging Face model: "causal-lm", "image-classification", ...
+    kind: str  # "factory", or what the model learns: "causal-lm", "image-classification", ...
+    is_zoo: bool = False  # labels of the zoo's language models are shifted already
 
 
-def load_model(spec: str, *, sequence_length: int | None = None, device: str = "meta", seed: int = 0) -> LoadedModel:
+def load_model(
+    spec: str,
+    *,
+    sequence_length: int | None = None,
+    device: str = "meta",
+    seed: int = 0,
+    batch_device: str | None = None,
+) -> LoadedModel:
     """The model that `spec` names, on `device`; on a real device its weights are drawn from `seed`.
+
+    The batch of the zoo's and Hugging Face's is on `batch_device`, by default `device`; a factory's is its own.
 
     Raises:
         ModelError: there is no such model, or it cannot be built.
@@ -51,7 +61,7 @@ def load_model(spec: str, *, sequence_length: int | None = None, device: str = "
     if spec in NAMES:
         if device != "meta":
             torch.manual_seed(seed)
-        module, batch = build(spec, sequence_length=sequence_length, device=device)
+        module, batch = build(spec, sequence_length=sequence_length, device=device, batch_device=batch_device)
         return LoadedModel(
             module=module,
             batch=batch,
@@ -59,7 +69,8 @@ def load_model(spec: str, *, sequence_length: int | None = None, device: str = "
             name=spec,
             spec=spec,
             default_sequence_length=default_sequence_length(spec),
-            kind="zoo",
+            kind=task(spec),
+            is_zoo=True,
         )
     source, colon, factory = spec.rpartition(":")
     if colon and source:
@@ -71,7 +82,9 @@ def load_model(spec: str, *, sequence_length: int | None = None, device: str = "
         path = path / "config.json" if path.is_dir() else path
         if not path.is_file():
             raise ModelError(f"there is no file {spec}; give the path of a Hugging Face config.json")
-        module, batch, task, trained = load_huggingface(path, sequence_length=sequence_length, device=device, seed=seed)
+        module, batch, kind, trained = load_huggingface(
+            path, sequence_length=sequence_length, device=device, seed=seed, batch_device=batch_device
+        )
         stem = path.resolve().parent.name if path.name == "config.json" else path.stem
         return LoadedModel(
             module=module,
@@ -80,7 +93,7 @@ def load_model(spec: str, *, sequence_length: int | None = None, device: str = "
             name=stem or type(module).__name__,
             spec=spec,
             default_sequence_length=trained,
-            kind=task,
+            kind=kind,
         )
     if path.suffix == ".py":
         if not path.is_file():

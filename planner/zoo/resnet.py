@@ -69,6 +69,10 @@ class ResNet(nn.Module):
                 self.blocks.append(Bottleneck(inputs, channels, stride))
                 inputs = EXPANSION * channels
         self.head = nn.Linear(inputs, config.classes)
+        self.init_weights()
+
+    def init_weights(self) -> None:
+        """Convolutions as He et al. do; the rest as torch does."""
         for module in self.modules():
             if isinstance(module, nn.Conv2d):
                 nn.init.kaiming_normal_(module.weight, mode="fan_out", nonlinearity="relu")

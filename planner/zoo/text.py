@@ -15,6 +15,8 @@ from torch import Tensor
 from planner.errors import ModelError
 
 TEXT_VOCABULARY = 256  # bytes
+MASKED_FRACTION = 0.15  # of the tokens that a masked language model has to fill in (Devlin et al. 2018)
+IGNORED = -100  # a label that does not count
 
 Batch = dict[str, Tensor] | tuple[Tensor, ...]
 
@@ -34,10 +36,31 @@ def _generator(seed: int, step: int, purpose: int) -> np.random.Generator:
 
 def text_batch(step: int, global_batch: int, sequence_length: int, seed: int) -> dict[str, Tensor]:
     """`input_ids` and `labels` [global_batch, sequence_length], int64: bytes of real text and the byte after each."""
-    corpus = _corpus()
-    starts = _generator(seed, step, 0).integers(0, len(corpus) - sequence_length, size=global_batch)
-    rows = torch.from_numpy(corpus[starts[:, None] + np.arange(sequence_length + 1)].astype(np.int64))
+    rows = _text(step, global_batch, sequence_length + 1, seed)
     return {"input_ids": rows[:, :-1].contiguous(), "labels": rows[:, 1:].contiguous()}
+
+
+def masked_text_batch(
+    step: int, global_batch: int, sequence_length: int, seed: int, *, mask_token: int
+) -> dict[str, Tensor]:
+    """The same text with 15 % of the bytes, as many in every sample, to be filled in; other labels are -100."""
+    rows = _text(step, global_batch, sequence_length, seed)
+    drawn = _generator(seed, step, 2).random((global_batch, sequence_length)).argsort(axis=1)
+    masked = torch.from_numpy(drawn < max(1, round(MASKED_FRACTION * sequence_length)))
+    return {"input_ids": rows.where(~masked, mask_token), "labels": rows.where(masked, IGNORED)}
+
+
+def continued_text_batch(step: int, global_batch: int, sequence_length: int, seed: int) -> dict[str, Tensor]:
+    """Text as input and what follows it as `labels`, each [global_batch, sequence_length]."""
+    rows = _text(step, global_batch, 2 * sequence_length, seed)
+    return {"input_ids": rows[:, :sequence_length].contiguous(), "labels": rows[:, sequence_length:].contiguous()}
+
+
+def _text(step: int, global_batch: int, length: int, seed: int) -> Tensor:
+    """[global_batch, length] int64: pieces of the corpus."""
+    corpus = _corpus()
+    starts = _generator(seed, step, 0).integers(0, len(corpus) - length + 1, size=global_batch)
+    return torch.from_numpy(corpus[starts[:, None] + np.arange(length)].astype(np.int64))
 
 
 def random_batch(
