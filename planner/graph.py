@@ -43,6 +43,11 @@ class Batch:
     per_sample: int
 
 
+@dataclass(frozen=True, slots=True)
+class BatchNumber(Batch):
+    """A floating constant equal to `per_sample` times the micro-batch: a count of tokens to divide by, say."""
+
+
 Size = int | Batch
 
 
@@ -199,15 +204,39 @@ class Prelude:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class LossTerms:
-    """What must be equal in all micro-batches for the loss to be a mean over samples.
+class LossTerm:
+    """A reduction over samples that the loss is linear in: what a micro-batch's share weighs.
 
-    `target` is a tensor that inputs determine: class indices, of which those other than `ignore_index` count, or, where
-    that is None, a value that the loss divides by.
+    `tensor` is what the reduction makes. A mean over class indices `target` counts those other than `ignore_index`;
+    its micro-batches are weighed by their counts, with `target` one that inputs determine. Other reductions
+    (`target` None) are weighed by the micro-batch's share of the samples to the `power`: 0 where a divisor does it.
     """
 
-    target: int
-    ignore_index: int | None
+    tensor: int
+    power: int = 1
+    target: int | None = None
+    ignore_index: int = -100
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Divisor:
+    """A value of inputs alone that parts of the loss are divided by, such as a number of unmasked tokens.
+
+    It grows with the samples to the power `degree`. `sums` are the reductions over samples that it is made of, with
+    their degrees (1 = a sum, 0 = a mean): over micro-batches they add up to those of the whole batch.
+    """
+
+    tensor: int
+    degree: int
+    sums: tuple[tuple[int, int], ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BufferUpdate:
+    """A buffer that each forward sets to `decay` times itself plus what does not depend on it (a running mean)."""
+
+    buffer: int
+    decay: float
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -222,16 +251,24 @@ class Fallback:
         return f"{self.source}: {self.reason}; {self.cure}"
 
 
+# Operators that leave the elements in their row-major order.
+_KEEPS_ORDER = {"view", "_unsafe_view", "reshape", "flatten", "unflatten", "squeeze", "unsqueeze", "contiguous"}
+
+
 @dataclass(frozen=True, kw_only=True)
 class Graph:
     """A traced model.
 
-    `dtype` is the compute dtype, baked into the graph. `aliases` are groups of names that are one
+    `dtype` is the compute dtype, baked into the graph. `checkpoints` are lines at which the model itself recomputes.
+    `aliases` are groups of names that are one
     parameter (the first is the name used here). `settings` are what the batch holds beside tensors.
     `couples_samples` says why a batch must not be
     split ("" = it may), `not_separable` why splitting it gives the loss of the parts rather than
-    of the whole ("" = both are equal). With `fallbacks` there is no graph: nodes are empty, blocks are
-    modules to wrap.
+    of the whole ("" = both are equal). `loss_terms` and `divisors` say how micro-batches are weighed, `unweighed` why
+    those with unequal counts of valid targets cannot be ("" = they can). `outputs` are named leaves of what the model
+    returns, in a graph for evaluation; where that has no loss, `loss` is the first of them. `buffer_updates` are
+    recursions that data-parallel ranks merge after a step, `one_data_rank` why there may be no more than one of them
+    ("" = there may). With `fallbacks` there is no graph: nodes are empty, blocks are modules to wrap.
     """
 
     name: str
@@ -246,11 +283,17 @@ class Graph:
     aliases: tuple[tuple[str, ...], ...] = ()
     unused_parameters: tuple[str, ...] = ()
     dropout_nodes: tuple[int, ...] = ()
-    loss_terms: tuple[LossTerms, ...] = ()
+    loss_terms: tuple[LossTerm, ...] = ()
+    divisors: tuple[Divisor, ...] = ()
+    outputs: tuple[tuple[str, int], ...] = ()
+    unweighed: str = ""
     settings: tuple[tuple[str, str], ...] = ()
     couples_samples: str = ""
     not_separable: str = ""
     updates_statistics: bool = False
+    buffer_updates: tuple[BufferUpdate, ...] = ()
+    one_data_rank: str = ""
+    checkpoints: tuple[str, ...] = ()
     fallbacks: tuple[Fallback, ...] = ()
 
     @cached_property
@@ -291,6 +334,7 @@ class Graph:
                 last_reader[tensor] = index
             for tensor in block.outputs:
                 made_by[tensor] = index
+        last_reader |= dict.fromkeys((tensor for _, tensor in self.outputs), len(self.blocks))  # the last stage's
         return tuple(
             tuple(t for t in sorted(made_by) if made_by[t] <= cut < last_reader.get(t, -1))
             for cut in range(len(self.blocks) - 1)
@@ -298,18 +342,81 @@ class Graph:
 
     @cached_property
     def reads_updates(self) -> str:
-        """Where a node reads a buffer that forward updates ("" = none does).
+        """Why buffers that forward updates rule out a pipeline ("" = they do not): `file:line` and what is there.
 
         A pipeline runs forward for several micro-batches before it runs backward for the first, so autograd would find
-        what it saved of the buffer changed.
+        what it saved of a buffer changed. And each stage has copies of its own, which only its own blocks update.
         """
-        updated = {t for n in self.nodes for t in n.mutates if self.tensors[t].kind == "buffer"}
-        for node in self.nodes:
-            if not node.mutates and not node.aliases and any(t in updated for t in reads(node)):
-                return node.source
-            if any(t in updated for t in node.aliases):
-                updated.update(t for t in node.outputs if t is not None)
+        updated = {t: t for n in self.nodes for t in n.mutates if self.tensors[t].kind == "buffer"}
+        block_of = {node: position for position, block in enumerate(self.blocks) for node in block.nodes}
+        touched: dict[int, int] = {}  # buffer -> the block that uses it
+        moving = {i for i, t in enumerate(self.tensors) if t.requires_grad}  # what a gradient flows through
+        for index, node in enumerate(self.nodes):
+            used = {updated[t] for t in (*reads(node), *node.mutates) if t in updated}
+            has_backward = node.op != "aten.detach.default" and any(t in moving for t in reads(node))
+            if has_backward:
+                moving.update(t for t in (*node.outputs, *node.mutates) if t is not None)
+            saves = not node.mutates and not node.aliases and node.op != "aten.clone.default"
+            if saves and used and has_backward:
+                return (
+                    f"{node.source} reads a buffer that forward updates, which a pipeline would change before the "
+                    "backward pass"
+                )
+            for buffer in used:
+                if touched.setdefault(buffer, block_of.get(index, -1)) != block_of.get(index, -1):
+                    return (
+                        f"{node.source} uses buffer {self.tensors[buffer].name}, which another block uses, too, and "
+                        "forward updates: stages would have different copies"
+                    )
+            shared = next((updated[t] for t in node.aliases if t in updated), None)
+            if shared is not None:
+                updated.update((t, shared) for t in node.outputs if t is not None)
         return ""
+
+    @cached_property
+    def sample_runs(self) -> dict[int, int | None]:
+        """Of each tensor with a batch dim: how often that dim runs through the samples; None = not known.
+
+        A dim of `per_sample * micro_batch` rows is `[runs, micro_batch, per_sample / runs]` when taken apart: 1 run
+        where the rows of a sample are together, more where another dim was merged in front of the batch.
+        """
+        runs: dict[int, int | None] = {i: 1 for i, t in enumerate(self.tensors) if t.kind == "input" and t.is_batched}
+        for node in self.nodes:
+            for tensor in node.outputs:
+                if tensor is not None and self.tensors[tensor].is_batched:
+                    runs[tensor] = self._runs_of(node, tensor, runs)
+        return runs
+
+    def _runs_of(self, node: Node, tensor: int, runs: dict[int, int | None]) -> int | None:
+        """`sample_runs` of one output of a node."""
+        before, rows = self._around_batch(tensor)
+        batched = [t for t in dict.fromkeys(reads(node)) if self.tensors[t].is_batched]
+        if not batched:
+            return 1
+        found = {(runs.get(t), *self._around_batch(t)) for t in batched}
+        first_runs, first_before, first_rows = next(iter(found))
+        if len({known for known, _, _ in found}) > 1 or first_runs is None:
+            return None
+        name = node.op.split(".")[1]
+        if name in _KEEPS_ORDER:  # what runs in front of a sample's first element stays there
+            in_front = first_before * first_runs
+            return in_front // before if in_front % before == 0 and rows % (in_front // before) == 0 else None
+        if len(found) == 1 and rows != first_rows:
+            if name == "repeat" or (name == "cat" and len(batched) > 1):
+                return first_runs * (rows // first_rows) if rows % first_rows == 0 else None
+            if first_runs > 1:  # part of the runs, if it is whole runs
+                left = first_runs * rows // first_rows
+                return left if left and first_runs * rows % first_rows == 0 else None
+        return first_runs
+
+    def _around_batch(self, tensor: int) -> tuple[int, int]:
+        """Elements of the dims in front of a tensor's batch dim, and the rows of one sample in it."""
+        before = 1
+        for size in self.tensors[tensor].shape:
+            if isinstance(size, Batch):
+                return before, size.per_sample
+            before *= size
+        raise ValueError(f"tensor {tensor} has no batch dim")
 
     def carried_bytes(self, cut: int) -> Affine:
         """Bytes that cross the cut after block `cut`, per micro-batch."""

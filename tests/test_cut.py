@@ -211,6 +211,33 @@ class Stages(nn.Module):
         return x.square().mean()
 
 
+class BiasedLayer(nn.Module):
+    """A layer that reads a bias [8, 8] which it does not own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = Layer()
+
+    def forward(self, x: Tensor, bias: Tensor) -> Any:
+        return self.layer(x @ bias)
+
+
+class BiasTable(nn.Module):
+    """A bias that is made of a parameter alone: it has no batch dim, and every layer reads it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Embedding(5, 1)
+        self.layers = nn.ModuleList(BiasedLayer() for _ in range(4))
+
+    def forward(self, x: Tensor) -> Any:
+        places = torch.arange(8)
+        bias = self.table((places[:, None] - places[None, :]).clamp(-2, 2) + 2).squeeze(-1)
+        for layer in self.layers:
+            x = layer(x, bias)
+        return x.square().mean()
+
+
 CASES = {  # model: (blocks that are no glue, or None; classes of them)
     "attributes": (Attributes, 6, 1),
     "functional": (Functional, None, None),
@@ -219,6 +246,7 @@ CASES = {  # model: (blocks that are no glue, or None; classes of them)
     "across-blocks": (AcrossBlocks, None, None),
     "u-net": (UNet, 6, None),
     "stages": (Stages, 6, 1),
+    "bias-table": (BiasTable, 4, 2),  # the first layer's x needs no gradient
 }
 
 
@@ -236,6 +264,10 @@ def test_models_of_every_structure(case):
     assert_equals_eager(graph, model, {"x": numbers(5, width)})
     if case == "u-net":
         assert max(len(carried) for carried in graph.carried) == 3
+    elif case == "bias-table":
+        assert [len(carried) for carried in graph.carried] == [1, 2, 2, 2, 1]
+        bias = next(t for t in graph.carried[1] if not graph.tensors[t].is_batched)
+        assert graph.tensors[bias].shape == (8, 8)
     elif case != "across-blocks":
         assert all(len(carried) == 1 for carried in graph.carried)
 

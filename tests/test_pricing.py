@@ -4,12 +4,12 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
-from torch.utils.flop_counter import FlopCounterMode
+from torch.utils.flop_counter import FlopCounterMode, flop_registry
 
 from planner.errors import TraceError
 from planner.graph import Affine, Batch, Node, Ref, Tensor
 from planner.trace.aten import freeze, operator_name, run_nodes
-from planner.trace.kernels import FORMULAS
+from planner.trace.kernels import REPLACEMENTS
 from planner.trace.pricing import price_forward, price_module, price_nodes
 
 BATCH = 1009
@@ -165,7 +165,10 @@ def test_real_tensors_on_a_cpu_save_what_the_price_for_a_cpu_says(attention, rat
     with torch.autograd.graph.saved_tensors_hooks(
         lambda t: kept.setdefault(t.untyped_storage()._cdata, t), lambda t: t
     ):
-        run_nodes(block.tensors, block.nodes, env, micro_batch=3, device=torch.device("cpu"))
+        # Dropout as the runtime runs it, with a mask of one byte an element (tests.test_runtime_random).
+        run_nodes(
+            block.tensors, block.nodes, env, micro_batch=3, device=torch.device("cpu"), replace=REPLACEMENTS["cpu"]
+        )
 
     for tensor in given.values():
         kept.pop(tensor.untyped_storage()._cdata, None)
@@ -295,17 +298,21 @@ def test_cuda_picks_the_attention_operator(shapes, options, dtype, operator):
     assert price.flop("backward").at(1)
 
 
-def test_dropout_and_rms_norm_are_cudas_own_on_cuda_and_composites_on_a_cpu():
+def test_rms_norm_is_cudas_own_on_cuda_and_dropout_keeps_a_byte_an_element_everywhere():
     norm = nn.Sequential(nn.RMSNorm(8), nn.Dropout(0.5))
     block = Block(norm, (None, 8))
 
     on_cuda = {k.op.split(".")[1] for k in block.price().kernels if k.phase == "forward"}
     on_cpu = {k.op.split(".")[1] for k in block.price(device_kind="cpu").kernels if k.phase == "forward"}
     assert on_cuda == {"_fused_rms_norm", "native_dropout"}
-    assert not on_cpu & on_cuda
+    assert on_cpu & on_cuda == {"native_dropout"}
     # 4 bytes a row, and dropout's mask of one byte an element
     assert block.price().saves_input == (True,)
     assert block.price().saved.per_sample == 4 + 8
+    for device_kind in ("cuda", "cpu"):
+        for inplace in (False, True):
+            dropout = nn.Sequential(nn.Linear(8, 8), nn.Dropout(0.5, inplace=inplace))
+            assert Block(dropout, (None, 8)).price(device_kind=device_kind).saved.per_sample == 8
 
 
 @pytest.mark.parametrize("device_kind", ["cuda", "cpu"])
@@ -392,7 +399,8 @@ def test_an_operator_without_formula_is_refused_where_it_may_compute(monkeypatch
         Block(Secret(secret_mm, 8, 8), (None, 8)).price()
     with pytest.raises(TraceError, match="reads parameter 'weight' and has no FLOP formula"):
         Block(Secret(secret, 8, 8), (None, 8)).price()
-    monkeypatch.setitem(FORMULAS, "secret", ("matmul", lambda given, out: 2.0 * given["x"].numel() * 8))
+    packet = secret._opoverload.overloadpacket
+    monkeypatch.setitem(flop_registry, packet, lambda x, weight, out_val: 2 * x.numel() * 8)
 
     price = Block(Secret(secret, 8, 8), (None, 8)).price()
 

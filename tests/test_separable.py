@@ -53,6 +53,8 @@ MIXES = {
     "batch statistics": lambda z, y, m: (z - z.mean(0)).square().mean(),
     "flipped": lambda z, y, m: (z * z.flip(0)).mean(),
     "rolled": lambda z, y, m: (z * z.roll(1, 0)).mean(),
+    "sorted": lambda z, y, m: (z[:, 0].sort().values * z[:, 1]).mean(),
+    "ranked": lambda z, y, m: (z * z.argsort(0)).mean(),
     "picked": lambda z, y, m: (z * z[y]).mean(),
     "numbered": lambda z, y, m: (z[:, 0] * torch.arange(z.shape[0])).mean(),
     "scaled by the batch": lambda z, y, m: (z / (z.shape[0] * 4)).tanh().mean(),
@@ -74,7 +76,9 @@ def test_a_mean_over_samples_may_be_split(name):
     graph = graph_of(MEANS[name])
 
     assert (graph.couples_samples, graph.not_separable) == ("", "")
-    assert all(term.ignore_index is not None for term in graph.loss_terms)
+    assert graph.loss_terms
+    assert all(term.power == 1 for term in graph.loss_terms)
+    assert not graph.divisors
 
 
 @pytest.mark.parametrize("name", SUMS)
@@ -90,11 +94,14 @@ def test_a_nonlinear_loss_is_told_with_its_line(name):
 
 
 @pytest.mark.parametrize("name", DIVIDED)
-def test_what_a_mean_is_divided_by_has_to_be_equal_in_all_micro_batches(name):
+def test_what_a_mean_is_divided_by_is_known_with_what_it_sums(name):
     graph = graph_of(DIVIDED[name])
 
     assert (graph.couples_samples, graph.not_separable) == ("", "")
-    assert [term.ignore_index for term in graph.loss_terms if term.ignore_index is None]
+    (divisor,) = graph.divisors
+    assert divisor.degree == 1
+    assert [degree for _, degree in divisor.sums] == [1]
+    assert [term.power for term in graph.loss_terms] == [0]
 
 
 def test_models_of_the_zoo_and_of_hugging_face_are_means():

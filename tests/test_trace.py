@@ -138,7 +138,7 @@ def test_blocks_in_sequence_are_the_eager_model(name):
             assert_equals_eager(graph, model, models.batch(name, samples, step=samples), float64_mode=float64_mode)
     if models.MODELS[name].has_batch_norm:
         assert graph.updates_statistics
-    assert all(len(carried) == 1 for carried in graph.carried) or name == "hf-bert"
+    assert all(len(carried) == 1 for carried in graph.carried) or name in ("hf-bert", "t5", "unet")
 
 
 def test_t5_is_the_eager_model_with_its_two_stacks_and_bias_tables():

@@ -8,16 +8,16 @@ from typing import Any, Literal
 
 import torch
 from torch import nn
-from torch.overrides import TorchFunctionMode
 
-from planner.errors import ModelError
+from planner.errors import ModelError, TraceError
 from planner.graph import (
     Affine,
     Batch,
     Block,
     BlockClass,
+    Divisor,
     Graph,
-    LossTerms,
+    LossTerm,
     Node,
     Prelude,
     Ref,
@@ -25,14 +25,17 @@ from planner.graph import (
     reads,
     total,
 )
-from planner.trace import pricing
+from planner.trace import opaque, pricing
+from planner.trace.assumed import AssumedValues
 from planner.trace.batch import LossFunction, call, leaves, map_leaves, num_samples, scalar_loss, settings
-from planner.trace.cut import Cut, cut, signature, storages
+from planner.trace.cut import Cut, cut, cut_like, signature, storages
 from planner.trace.export import FlatGraph, NoGraphError, checkpoint_inlined, export
 from planner.trace.masks import fold_masks
-from planner.trace.separable import separability
+from planner.trace.separable import Separability, separability
+from planner.trace.state import Evaluation
+from planner.trace.updates import updates
 
-__all__ = ["call", "leaves", "map_leaves", "num_samples", "scalar_loss", "trace"]
+__all__ = ["Evaluation", "call", "leaves", "map_leaves", "num_samples", "scalar_loss", "trace"]
 
 logger = logging.getLogger(__name__)
 Progress = Callable[[str], None]
@@ -46,6 +49,8 @@ MEAN_LOSSES = {
     "aten.nll_loss.default": (1, 2, 3, 4),
     "aten.nll_loss2d.default": (1, 2, 3, 4),
 }
+# Whose operators are known to treat samples one by one, or to what extent not.
+KNOWN_NAMESPACES = ("aten", "prims", "planner", "operator", "math", "transformers", "torchvision")
 MEAN = 1
 IGNORE_INDEX = -100
 
@@ -59,12 +64,17 @@ def trace(
     name: str = "",
     device_kind: Literal["cuda", "cpu"] = "cuda",
     progress: Progress | None = None,
+    evaluation: Evaluation | None = None,
+    like: Graph | None = None,
 ) -> Graph:
     """The model with its loss as a graph of blocks, in the compute dtype of `precision`.
 
+    With `evaluation` it is in eval mode and the graph has outputs as well; where that has a loss function, it is the
+    one that counts. A graph `like` another one of the same model has the same blocks, and is not priced: it has no
+    classes.
     No weight is allocated or read. `batch` gives names, shapes and dtypes; its dim 0 is the batch.
     A model that has no graph comes back with `fallbacks` and one block per module to wrap.
-    `device_kind` tells whose kernels the prices are of; it does not change what is executed.
+    `device_kind` tells whose kernels the prices are of; of what is executed it changes only what autocast casts.
 
     Raises:
         ModelError: the batch does not fit the model, or there is no scalar loss.
@@ -74,29 +84,43 @@ def trace(
         raise ModelError(f"precision {precision!r} is none of {', '.join(PRECISIONS)}")
     if not any(p.requires_grad for p in model.parameters()):
         raise ModelError("the model has no parameter that requires a gradient; nothing to train")
+    for path, module in model.named_modules():
+        if isinstance(module, nn.SyncBatchNorm):
+            raise ModelError(
+                f"module {path} is a SyncBatchNorm, which reaches over all ranks behind a plan's back; use BatchNorm, "
+                "whose running statistics are merged over the data ranks of any plan"
+            )
     name = name or type(model).__name__
     dtype: torch.dtype = getattr(torch, PRECISIONS[precision])
     try:
         say("exporting the model")
-        flat = fold_masks(export(model, batch, dtype, loss_fn))
+        flat = fold_masks(export(model, batch, dtype, evaluation or loss_fn, trains_on_cpu=device_kind == "cpu"))
         say("cutting into blocks")
-        found = cut(flat)
+        found = cut(flat) if like is None else cut_like(flat, like)
     except NoGraphError as error:
         for fallback in error.fallbacks:
             logger.warning("no graph: %s", fallback)
+        if like is not None:
+            raise ModelError(str(error)) from error
         say("pricing modules")
         return _without_graph(model, batch, loss_fn, dtype, name, device_kind, error)
     say("pricing block classes")
-    graph = _assemble(flat, found, name, PRECISIONS[precision], device_kind, num_samples(batch))
+    kind = device_kind if like is None else None
+    graph = _assemble(flat, found, name, PRECISIONS[precision], kind, num_samples(batch))
+    if evaluation is not None:
+        graph = replace(graph, outputs=_outputs(flat, evaluation.names))
+        if not evaluation.with_loss:  # the first output stands for it
+            graph = replace(graph, loss_terms=(), divisors=(), couples_samples="", not_separable="")
     return replace(graph, settings=settings(batch))
 
 
 def _assemble(
-    flat: FlatGraph, found: Cut, name: str, dtype: str, device_kind: Literal["cuda", "cpu"], samples: int
+    flat: FlatGraph, found: Cut, name: str, dtype: str, device_kind: Literal["cuda", "cpu"] | None, samples: int
 ) -> Graph:
     """Wire the segments, price each class once, and put the graph together.
 
-    A block that compares the samples of a batch is priced for a batch of `samples`.
+    A block that compares the samples of a batch is priced for a batch of `samples`. Without a kind of device there
+    are no prices.
     """
     tensors = list(flat.tensors)
     maker = {t: i for i, n in enumerate(flat.nodes) for t in n.outputs if t is not None}
@@ -105,7 +129,7 @@ def _assemble(
         for position, segment in enumerate(found.segments)
         for node in found.main[segment.start : segment.end]
     }
-    last_read: dict[int, int] = {flat.loss: len(found.segments)}
+    last_read = dict.fromkeys((t for t in (flat.loss, *flat.outputs) if t is not None), len(found.segments))
     for node, position in segment_of.items():
         for tensor in reads(flat.nodes[node]):
             last_read[tensor] = max(position, last_read.get(tensor, -1))
@@ -118,7 +142,15 @@ def _assemble(
     coupling, is_quadratic = _coupling(flat, found)
     live = [flat.nodes[i] for i in sorted({*found.main, *found.free})]
     split = separability(flat.tensors, live, flat.loss)
+    recursions, one_data_rank = updates(flat.tensors, live, flat.loss)
     coupling = coupling or split.sums
+    terms, unweighed = _loss_terms(flat, split, found, prelude, maker)
+    divisors = tuple(Divisor(tensor=d.tensor, degree=d.degree, sums=d.sums) for d in split.divisors)
+    made_late = [d.tensor for d in divisors if any(maker.get(t) not in prelude for t in (d.tensor, *dict(d.sums)))]
+    lost = ""
+    if made_late:  # written in place, for example: a micro-batch keeps its own
+        source = flat.nodes[maker[made_late[0]]].source
+        divisors, lost = (), f"{source}: what the loss is divided by is not made of inputs alone"
     sizes = (2, max(4, samples)) if is_quadratic else (2, 4)
     moving = _moving(flat)
     for position, segment in enumerate(found.segments):
@@ -133,13 +165,14 @@ def _assemble(
         detached = [t for t in inputs if t not in moving]
         key = signature(tensors, [flat.nodes[i] for i in nodes], outputs, {*detached, *shared})
         if key not in class_of:
-            class_of[key] = len(classes)
-            classes.append(
-                pricing.price_nodes(
-                    tensors, [flat.nodes[i] for i in nodes], inputs, shared, outputs,
-                    device_kind=device_kind, detached=detached, micro_batches=sizes, linearised=is_quadratic,
-                )
-            )  # fmt: skip
+            class_of[key] = len(class_of)
+            if device_kind is not None:
+                classes.append(
+                    pricing.price_nodes(
+                        tensors, [flat.nodes[i] for i in nodes], inputs, shared, outputs,
+                        device_kind=device_kind, detached=detached, micro_batches=sizes, linearised=is_quadratic,
+                    )
+                )  # fmt: skip
         blocks.append(
             Block(
                 name=names[position],
@@ -153,11 +186,15 @@ def _assemble(
                 buffers=tuple(t for t in outside if tensors[t].kind == "buffer"),
             )
         )
-    kernels, prelude_bytes = pricing.price_forward(
-        tensors, [flat.nodes[i] for i in sorted(prelude)],
-        tuple(dict.fromkeys(t for b in blocks for t in b.shared if tensors[t].kind != "input")),
-        device_kind=device_kind,
-    )  # fmt: skip
+    prepared = Prelude(nodes=tuple(sorted(prelude)))
+    if device_kind is not None:
+        kernels, prelude_bytes = pricing.price_forward(
+            tensors, [flat.nodes[i] for i in sorted(prelude)],
+            tuple(dict.fromkeys(t for b in blocks for t in b.shared if tensors[t].kind != "input")),
+            device_kind=device_kind,
+        )  # fmt: skip
+        prepared = replace(prepared, kernels=kernels, num_bytes=prelude_bytes)
+        blocks = _with_saved_bytes(blocks, classes, tensors)
     return Graph(
         name=name,
         dtype=dtype,
@@ -165,20 +202,53 @@ def _assemble(
         nodes=flat.nodes,
         inputs=flat.inputs,
         loss=flat.loss,
-        blocks=tuple(_with_saved_bytes(blocks, classes, tensors)),
+        blocks=tuple(blocks),
         classes=tuple(classes),
-        prelude=Prelude(nodes=tuple(sorted(prelude)), kernels=kernels, num_bytes=prelude_bytes),
+        prelude=prepared,
         aliases=flat.aliases,
         unused_parameters=flat.unused_parameters,
-        dropout_nodes=tuple(i for i in found.main if _drops(flat.nodes[i])),
-        loss_terms=(
-            *_loss_terms(flat, found, prelude, maker),
-            *(LossTerms(target=t, ignore_index=None) for t in split.divisors if maker.get(t) in prelude),
-        ),
-        not_separable=split.mixes,
+        dropout_nodes=tuple(i for i in found.main if flat.nodes[i].is_random),
+        loss_terms=terms,
+        divisors=divisors,
+        unweighed=unweighed,
+        not_separable=split.mixes or lost or _unknown_backward(live),
+        checkpoints=flat.checkpoints,
         couples_samples=f"{coupling} (priced as for {sizes[1]} samples)" if is_quadratic else coupling,
         updates_statistics=any(tensors[t].kind == "buffer" for i in found.main for t in flat.nodes[i].mutates),
+        buffer_updates=recursions,
+        one_data_rank=one_data_rank,
     )
+
+
+def _outputs(flat: FlatGraph, names: Sequence[str]) -> tuple[tuple[str, int], ...]:
+    """The outputs of an evaluation by name.
+
+    Raises:
+        ModelError: one is not computed for each sample.
+    """
+    result = []
+    for name, tensor in zip(names, flat.outputs, strict=True):
+        if tensor is None or flat.tensors[tensor].kind != "activation":
+            raise ModelError(f"the output {name} is not computed by the model; it is what the batch or the model holds")
+        shape = flat.tensors[tensor].shape
+        if sum(isinstance(size, Batch) for size in shape) != 1:
+            sizes = ["batch" if isinstance(size, Batch) else size for size in shape]
+            raise ModelError(f"the output {name} has the shape {sizes}; only outputs with one batch dim can be had")
+        result.append((name, tensor))
+    return tuple(result)
+
+
+def _unknown_backward(nodes: Sequence[Node]) -> str:
+    """Where user code has a backward of its own, of which it is not known that it treats samples one by one."""
+    for node in nodes:
+        if node.op == opaque.OPAQUE:
+            name = str(node.args[0]).partition("#")[0].rpartition(".")[2]
+            return f"{node.source}: autograd.Function {name} may mix samples, or look at the size of gradients"
+        if node.op == opaque.HOOKED:
+            return f"{node.source}: a tensor hook may mix samples, or look at the size of gradients"
+        if node.op.partition(".")[0] not in KNOWN_NAMESPACES:
+            return f"{node.source}: operator {node.op} may mix samples"
+    return ""
 
 
 def _moving(flat: FlatGraph) -> set[int]:
@@ -196,6 +266,7 @@ def _prelude_nodes(flat: FlatGraph, found: Cut, maker: Mapping[int, int]) -> set
     free = set(found.free)
     storage = storages(flat.nodes)
     todo = [maker[t] for i in found.main for t in reads(flat.nodes[i]) if t in maker]
+    todo += [maker[t] for t in flat.outputs if t is not None and t in maker]
     writers: dict[int, list[int]] = {}
     for index in free:
         for tensor in flat.nodes[index].mutates:
@@ -257,31 +328,30 @@ def _names(flat: FlatGraph, found: Cut) -> list[str]:
     return names
 
 
-def _drops(node: Node) -> bool:
-    """Whether a node drops elements at random."""
-    if "dropout" in node.op:
-        return len(node.args) > 1 and node.args[1] not in (0, 0.0)
-    if "scaled_dot_product" in node.op:
-        rate = dict(node.kwargs).get("dropout_p", node.args[4] if len(node.args) > 4 else 0.0)
-        return rate not in (0, 0.0)
-    return node.is_random
-
-
-def _loss_terms(flat: FlatGraph, found: Cut, prelude: set[int], maker: Mapping[int, int]) -> tuple[LossTerms, ...]:
-    """Targets of mean losses that inputs alone determine."""
-    result = []
+def _loss_terms(
+    flat: FlatGraph, split: Separability, found: Cut, prelude: set[int], maker: Mapping[int, int]
+) -> tuple[tuple[LossTerm, ...], str]:
+    """The parts of the loss with the class indices that their means count, and why such a mean is no part."""
+    parts = dict(split.parts)
+    counted: dict[int, LossTerm] = {}
+    unweighed = ""
     for index in found.main:
         node = flat.nodes[index]
-        if node.op in MEAN_LOSSES:
-            target, _, reduction, ignored = (_argument(node, p) for p in MEAN_LOSSES[node.op])
-            if reduction not in (None, MEAN) or not isinstance(target, Ref):
-                continue
-            tensor = flat.tensors[target.tensor]
-            given = tensor.kind == "input" or maker.get(target.tensor) in prelude
-            if given and tensor.dtype.startswith(("int", "uint")):
-                ignore = ignored if isinstance(ignored, int) else IGNORE_INDEX
-                result.append(LossTerms(target=target.tensor, ignore_index=ignore))
-    return tuple(result)
+        if node.op not in MEAN_LOSSES:
+            continue
+        target, _, reduction, ignored = (_argument(node, p) for p in MEAN_LOSSES[node.op])
+        if reduction not in (None, MEAN) or not isinstance(target, Ref):
+            continue
+        tensor, made = flat.tensors[target.tensor], node.outputs[0]
+        given = tensor.kind == "input" or maker.get(target.tensor) in prelude
+        if given and tensor.dtype.startswith(("int", "uint")) and made is not None:
+            if parts.get(made) != 1:
+                unweighed = unweighed or f"{node.source}: the loss is not linear in this mean over valid targets"
+            ignore = ignored if isinstance(ignored, int) else IGNORE_INDEX
+            counted[made] = LossTerm(tensor=made, target=target.tensor, ignore_index=ignore)
+    terms = (counted.get(made) or LossTerm(tensor=made, power=power) for made, power in split.parts)
+    # A mean that is no part keeps its count, so that the runtime can refuse unequal ones.
+    return (*terms, *(term for made, term in counted.items() if made not in parts)), unweighed
 
 
 def _argument(node: Node, position: int) -> object:
@@ -320,13 +390,22 @@ def _without_graph(
     device_kind: Literal["cuda", "cpu"],
     reason: NoGraphError,
 ) -> Graph:
-    """One block per child of a repeated module list, then the root: what ZeRO can wrap."""
-    wrapped = _repeated_children(model)
-    with checkpoint_inlined(), _AssumedValues():
-        priced = pricing.price_module(
-            _with_plain_tensors_on(model, "meta" if device_kind == "cuda" else "cpu"), batch, loss_fn,
-            wrapped=wrapped, dtype=dtype, device_kind=device_kind,
-        )  # fmt: skip
+    """One block per child of a repeated module list, then the root: what ZeRO can wrap.
+
+    Only the root where one rank's forward may leave out a module that another rank's calls: the ranks would gather
+    different parameters at the same time.
+    """
+    wrapped = [] if reason.may_branch else _repeated_children(model)
+    plain = _with_plain_tensors_on(model, "meta" if device_kind == "cuda" else "cpu")
+
+    def price(*, holds: bool) -> dict[str, BlockClass]:
+        with checkpoint_inlined(), AssumedValues(holds=holds):
+            return pricing.price_module(plain, batch, loss_fn, wrapped=wrapped, dtype=dtype, device_kind=device_kind)
+
+    try:
+        priced = price(holds=True)
+    except TraceError:  # a condition that guards an error holds, too
+        priced = price(holds=False)
     tensors: list[Tensor] = []
     index_of: dict[str, int] = {}
     short = str(dtype).removeprefix("torch.")
@@ -383,33 +462,8 @@ def _with_plain_tensors_on(model: nn.Module, device: str) -> nn.Module:
     for module in model.modules():
         for value in vars(module).values():
             if isinstance(value, torch.Tensor) and id(value) not in memo:
-                memo[id(value)] = value.detach().to(device)
+                memo[id(value)] = torch.zeros_like(value, device=device) if value.is_meta else value.detach().to(device)
     return copy.deepcopy(model, memo)
-
-
-class _AssumedValues(TorchFunctionMode):
-    """Prices a forward that looks at values, which fake tensors lack: every value is one, every mask selects all."""
-
-    def __torch_function__(
-        self, func: Any, types: Sequence[type], args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
-    ) -> Any:
-        if func in _VALUE_OF:
-            kind = _VALUE_OF[func]
-            if kind is not None:
-                return kind(1)
-            return 1.0 if args[0].is_floating_point() else args[0].dtype == torch.bool or 1
-        if func is torch.Tensor.__getitem__ and isinstance(args[1], torch.Tensor) and args[1].dtype == torch.bool:
-            return args[0].flatten(0, args[1].ndim - 1)
-        return func(*args, **(kwargs or {}))
-
-
-_VALUE_OF: Mapping[Any, type | None] = {
-    torch.Tensor.item: None,
-    torch.Tensor.__bool__: bool,
-    torch.Tensor.__int__: int,
-    torch.Tensor.__float__: float,
-    torch.Tensor.__index__: int,
-}
 
 
 def _repeated_children(model: nn.Module) -> list[str]:

@@ -13,7 +13,8 @@ from typing import Any
 import torch
 
 from planner.errors import TraceError
-from planner.graph import Arg, Batch, Node, Ref, Symbol, Tensor
+from planner.graph import Arg, Batch, BatchNumber, Node, Ref, Symbol, Tensor
+from planner.trace import grouped, opaque
 
 _PYTHON_MODULES = {"operator": operator, "math": math}
 _SLICE = "slice"  # the first item of a frozen slice
@@ -29,7 +30,12 @@ def torch_operator(name: str) -> Callable[..., Any]:
     Raises:
         TraceError: this process knows no such operator.
     """
+    found: Any
     match name.split("."):
+        case _ if name == grouped.NAME:
+            found = grouped.grouped_mm
+        case _ if name in opaque.RUNS:
+            found = opaque.RUNS[name]
         case [module, function] if module in _PYTHON_MODULES:
             found = getattr(_PYTHON_MODULES[module], function, None)
         case [namespace, packet, overload]:
@@ -53,7 +59,8 @@ def operator_name(target: object) -> str:
         TraceError: the target is neither an operator nor a function of `operator` or `math`.
     """
     if isinstance(target, torch._ops.OpOverload):
-        return str(target)
+        name = str(target)
+        return grouped.NAME if name in grouped.SPELLINGS else name
     name = getattr(target, "__name__", "")
     for module, functions in _PYTHON_MODULES.items():
         if getattr(functions, name, None) is target:
@@ -61,8 +68,8 @@ def operator_name(target: object) -> str:
     raise TraceError(f"the call target {target!r} is not an operator that a graph can hold")
 
 
-def freeze(value: object, ref_of: Callable[[torch.fx.Node], Arg], scale: Callable[[int], Arg]) -> Arg:
-    """An fx argument as plain data: nodes through `ref_of`, integers through `scale`.
+def freeze(value: object, ref_of: Callable[[torch.fx.Node], Arg], scale: Callable[[Any], Arg]) -> Arg:
+    """An fx argument as plain data: nodes through `ref_of`, numbers through `scale`.
 
     Sequences become tuples, a slice a tuple that starts with "slice".
 
@@ -73,9 +80,9 @@ def freeze(value: object, ref_of: Callable[[torch.fx.Node], Arg], scale: Callabl
         TraceError: an object that has no plain form.
     """
     match value:
-        case None | bool() | float() | str():
+        case None | bool() | str():
             return value
-        case int():
+        case int() | float():
             return scale(value)
         case torch.fx.Node():
             return ref_of(value)
@@ -105,6 +112,8 @@ def materialize(arg: Arg, env: Mapping[int, torch.Tensor], micro_batch: int, dev
     match arg:
         case Ref(tensor):
             return env[tensor]
+        case BatchNumber(per_sample):
+            return float(per_sample) * micro_batch
         case Batch(per_sample):
             return per_sample * micro_batch
         case Symbol("device", _):
@@ -168,6 +177,25 @@ def run_nodes(
             raise TraceError(
                 f"node {node.name} ({node.op}) reads tensor {graph_tensors[missing].name!r}, which no earlier node made"
             ) from error
+
+
+def is_random(name: str, args: Sequence[Arg], kwargs: Mapping[str, Arg]) -> bool:
+    """Whether a call draws random numbers: torch marks operators that may; a rate of 0 or a train flag switches it off.
+
+    >>> [is_random("aten.dropout.default", (Ref(0), rate, True), {}) for rate in (0.1, 0.0)]
+    [True, False]
+    """
+    operator = torch_operator(name)
+    if torch.Tag.nondeterministic_seeded not in getattr(operator, "tags", ()):
+        return False
+    schema: Any = getattr(operator, "_schema", None)
+    for position, argument in enumerate(schema.arguments if schema is not None else ()):
+        value = args[position] if position < len(args) else kwargs.get(argument.name, argument.default_value)
+        if argument.name in ("p", "dropout", "dropout_p") and isinstance(value, int | float) and value == 0:
+            return False
+        if argument.name in ("train", "training") and value is False:
+            return False
+    return True
 
 
 def _short(torch_object: torch.dtype | torch.layout | torch.memory_format) -> str:

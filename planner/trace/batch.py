@@ -1,9 +1,11 @@
 """What a user calls a batch: nested dicts, tuples and dataclass-like outputs, seen as named leaves."""
 
+import dataclasses
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 from torch.utils import _pytree as pytree
 
@@ -32,8 +34,18 @@ def _name(path: tuple[Any, ...]) -> str:
 
 
 def _plain(batch: object) -> object:
-    """A mapping that torch does not look into (a tokenizer's output) as a dict."""
+    """A mapping that torch does not look into (a tokenizer's output) as a dict; dataclasses are made known to torch."""
+    _register_dataclasses(batch)
     return dict(batch) if isinstance(batch, Mapping) and not isinstance(batch, dict) else batch
+
+
+def _register_dataclasses(batch: object) -> None:
+    """Let torch look into the dataclasses of a batch, those in fields of others included."""
+    for value in pytree.tree_leaves(batch):
+        if dataclasses.is_dataclass(value) and not isinstance(value, type):
+            torch.export.register_dataclass(type(value))
+            for field in dataclasses.fields(value):
+                _register_dataclasses(getattr(value, field.name))
 
 
 def settings(batch: object) -> tuple[tuple[str, str], ...]:
@@ -52,9 +64,14 @@ def leaves(batch: object) -> list[Leaf]:
     another dim 0, or without dims, belongs to all samples.
 
     Raises:
-        ModelError: the batch holds no tensor with a batch dim, or no sample.
+        ModelError: the batch holds no tensor with a batch dim, no sample, or arrays that are no tensors.
     """
     flat, _ = pytree.tree_flatten_with_path(_plain(batch))
+    for path, value in flat:
+        if isinstance(value, np.ndarray):
+            raise ModelError(
+                f"the batch has a numpy array, {_name(path)!r}; give tensors: torch.from_numpy({_name(path)})"
+            )
     tensors = [(_name(path), value) for path, value in flat if isinstance(value, torch.Tensor)]
     with_dims = [t for _, t in tensors if t.ndim]
     if not with_dims:
@@ -105,8 +122,26 @@ def call(model: torch.nn.Module, batch: object) -> Any:
     return model(batch)
 
 
+def output_leaves(output: Any) -> dict[str, torch.Tensor]:
+    """The tensors of what a model returns by name: `logits`, `hidden_states.0`, or `0` for the first of a tuple.
+
+    >>> list(output_leaves({"a": torch.zeros(1), "b": (torch.zeros(1), None)}))
+    ['a', 'b.0']
+    """
+    flat, _ = pytree.tree_flatten_with_path(_plain(output))
+    result: dict[str, torch.Tensor] = {}
+    for path, value in flat:
+        if isinstance(value, torch.Tensor):
+            result[_name(path)] = value
+        elif dataclasses.is_dataclass(value) and not isinstance(value, type):
+            prefix = f"{_name(path)}." if path else ""
+            fields = {field.name: getattr(value, field.name) for field in dataclasses.fields(value)}
+            result |= {f"{prefix}{name}": leaf for name, leaf in output_leaves(fields).items()}
+    return result
+
+
 def scalar_loss(output: Any, batch: object, loss_fn: LossFunction | None) -> torch.Tensor:
-    """The loss: `loss_fn(output, batch)` if given, else a scalar output, `.loss` or `["loss"]`.
+    """The loss: `loss_fn(output, batch)` if given, else a scalar output, `.loss`, `["loss"]`, or the first of a tuple.
 
     Raises:
         ModelError: there is no scalar loss.
@@ -122,12 +157,16 @@ def scalar_loss(output: Any, batch: object, loss_fn: LossFunction | None) -> tor
             loss = getattr(output, "loss", None)
             if loss is None and isinstance(output, Mapping):
                 loss = output.get("loss")
+            if loss is None and isinstance(output, tuple | list) and output:
+                loss = output[0]
     if not isinstance(loss, torch.Tensor) or loss.numel() != 1:
         what = f"a tensor of shape {list(loss.shape)}" if isinstance(loss, torch.Tensor) else (
             f"{type(output if loss_fn is None else loss).__name__} without a loss"
         )  # fmt: skip
+        if isinstance(output, Mapping) and loss_fn is None:
+            what = f"a {type(output).__name__} with {', '.join(map(str, output)) or 'nothing'}"
         raise ModelError(
-            f"{origin} returns {what}; return a scalar loss, `.loss` or ['loss'], "
+            f"{origin} returns {what}; return a scalar loss, `.loss`, ['loss'] or (loss, ...), "
             "or give loss_fn(output, batch) -> scalar mean"
         )
     return loss.reshape(())

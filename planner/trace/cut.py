@@ -12,11 +12,12 @@ import re
 from collections import defaultdict
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
+from difflib import SequenceMatcher
 
 import networkx as nx
 
 from planner.errors import TraceError
-from planner.graph import Batch, Fallback, Node, Ref, Tensor, reads
+from planner.graph import Batch, Fallback, Graph, Node, Ref, Tensor, reads
 from planner.trace.export import FlatGraph, NoGraphError
 
 _INDEX = re.compile(r"\d*(@\d+)?$")  # of a list item or numbered attribute, and of a repeated call
@@ -61,7 +62,7 @@ def split(flat: FlatGraph) -> tuple[list[int], list[int]]:
     nodes = flat.nodes
     maker = {t: i for i, n in enumerate(nodes) for t in n.outputs if t is not None}
     live: set[int] = set()
-    wanted = {flat.loss}
+    wanted = {flat.loss, *(t for t in flat.outputs if t is not None)}
     for index in range(len(nodes) - 1, -1, -1):
         node = nodes[index]
         if node.mutates or any(t in wanted for t in node.outputs):
@@ -125,6 +126,44 @@ def cut(flat: FlatGraph) -> Cut:
     if sum(cutter.weight(a, b) for a, b, _ in blocks) < COVERED_AT_LEAST * cutter.weight(0, len(main)):
         blocks = cutter.by_width()
     return Cut(tuple(main), tuple(free), tuple(cutter.segments(blocks)))
+
+
+def cut_like(flat: FlatGraph, planned: Graph) -> Cut:
+    """The segments of another graph of the same model (another sequence length, evaluation): those of `planned`.
+
+    Nodes are matched in order by operator and module call, so that every block has its own again, whatever its weight.
+
+    Raises:
+        NoGraphError: a boundary would part a tensor from a node that writes it in place.
+    """
+    main, free = split(flat)
+    cutter = _Cutter(flat, main)
+    ours = [(planned.nodes[i].op, planned.nodes[i].path) for block in planned.blocks for i in block.nodes]
+    theirs = [(node.op, node.path) for node in cutter.nodes]
+    place: dict[int, int] = {}  # of our nodes among theirs
+    if ours == theirs:
+        place = {i: i for i in range(len(ours))}
+    else:
+        for start, other, length in SequenceMatcher(None, ours, theirs, autojunk=False).get_matching_blocks():
+            place |= {start + i: other + i for i in range(length)}
+    segments: list[Segment] = []
+    end = count = 0
+    for position, block in enumerate(planned.blocks):
+        count += len(block.nodes)
+        before = max((place[i] + 1 for i in range(count) if i in place), default=0)
+        after = min((place[i] for i in range(count, len(ours)) if i in place), default=len(main))
+        if position == len(planned.blocks) - 1:
+            before = after = len(main)
+        wanted = after if count in place else before
+        open_ones = [b for b in range(before, after + 1) if b not in cutter.closed]
+        if not open_ones:
+            node = cutter.nodes[min(before, len(main) - 1)]
+            reason = f"the model writes in place across the end of block {block.name}, for this batch only"
+            raise NoGraphError([Fallback(source=node.source, reason=reason, cure="give batches of the planned shapes")])
+        stop = min(open_ones, key=lambda b: abs(b - wanted))
+        segments.append(Segment(end, stop, block.kind, (block.name,)))
+        end = stop
+    return Cut(tuple(main), tuple(free), tuple(segments))
 
 
 class _Cutter:

@@ -14,8 +14,10 @@ import torch
 from torch import nn
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves
+from torch.utils.flop_counter import flop_registry
 
 from planner.errors import TraceError
+from planner.trace.grouped import grouped_mm
 
 DeviceKind = Literal["cuda", "cpu"]
 Kind = Literal["matmul", "attention", "convolution", "memory"]
@@ -54,9 +56,13 @@ def launched(
     operands = [*tensors_in(list(given.values())), *tensors_in(out)]
     if not operands:
         return None
-    if name not in FORMULAS:
+    is_foreign = func.namespace not in _NAMESPACES
+    registered = flop_registry.get(func.overloadpacket) if is_foreign else None
+    if registered is None and (is_foreign or name not in FORMULAS):
         _check_computes_nothing(func, name, operands, matrices)
-    kind, formula = FORMULAS.get(name, _MEMORY)
+    kind, formula = _MEMORY if is_foreign else FORMULAS.get(name, _MEMORY)
+    if registered is not None:  # the user's own operator, with the formula that torch's counter would use
+        kind, formula = "matmul", lambda _, out: float(registered(*args, **kwargs, out_val=out))
     leading = next((t for t in operands if t.is_floating_point()), operands[0])
     return Launched(
         op=_STANDS_FOR.get(str(func), str(func)),
@@ -74,6 +80,8 @@ def _check_computes_nothing(
     if name in _MOVES or _RESIZES.match(name) or {torch.Tag.pointwise, torch.Tag.reduction} & set(func.tags):
         return
     cure = "add one to FORMULAS in planner/trace/kernels.py"
+    if func.namespace not in _NAMESPACES:
+        cure = f"give it one: torch.utils.flop_counter.register_flop_formula(torch.ops.{func.namespace}.{name})"
     if _COMPUTES.search(name):
         raise TraceError(f"operator {func} has no FLOP formula; {cure}")
     for tensor in operands:
@@ -148,9 +156,8 @@ FORMULAS: dict[str, tuple[Kind, Formula]] = {
     "addmv": ("matmul", lambda g, _: 2.0 * g["mat"].numel()),
     "dot": ("matmul", lambda g, _: 2.0 * g["self"].numel()),
     "_grouped_mm": ("matmul", lambda g, _: _grouped_mm_flop(g["self"], g["mat2"])),
-    "grouped_mm_fallback": ("matmul", lambda g, _: _grouped_mm_flop(g["input"], g["weight"])),
-    "grouped_mm_fallback_backward": (
-        "matmul", lambda g, _: 2 * _grouped_mm_flop(g["input"], g["weight"])),
+    "grouped_mm": ("matmul", lambda g, _: _grouped_mm_flop(g["rows"], g["matrices"])),
+    "grouped_mm_backward": ("matmul", lambda g, _: 2 * _grouped_mm_flop(g["rows"], g["matrices"])),
     "mkldnn_rnn_layer": ("matmul", lambda g, _: _recurrent_flop(g, ("weight0", "weight1"))),
     "mkldnn_rnn_layer_backward": (
         "matmul", lambda g, _: 2 * _recurrent_flop(g, ("weight1", "weight2"))),
@@ -175,6 +182,9 @@ FORMULAS: dict[str, tuple[Kind, Formula]] = {
         ),
         ("attention", lambda g, _: 2.5 * _attention_flop(g))),
 }  # fmt: skip
+
+# Whose operators have the names of FORMULAS; others are the user's.
+_NAMESPACES = ("aten", "prims", "prim", "planner", "mkldnn", "mkldnn_prepacked", "transformers", "torchvision")
 
 _MEMORY: tuple[Kind, Formula] = ("memory", lambda g, out: 0.0)
 
@@ -307,6 +317,14 @@ def _cuda_dropout(x: torch.Tensor, p: float, train: bool) -> torch.Tensor:
     return _first([aten.dropout(x, p, train)])
 
 
+def _masked_in_place(x: torch.Tensor, p: float, train: bool) -> torch.Tensor:
+    """Dropout in place: no fused kernel, and a mask of one byte an element."""
+    if not train or p == 0.0:
+        return x
+    mask = torch.empty(x.shape, dtype=torch.bool, device=x.device).bernoulli_(1.0 - p)
+    return x.mul_(mask).mul_(1.0 / (1.0 - p) if p < 1.0 else 0.0)
+
+
 @torch.library.custom_op("planner::fused_rms_norm", mutates_args=())
 def _fused_rms_norm(x: torch.Tensor, weight: torch.Tensor | None, num_dims: int) -> tuple[torch.Tensor, torch.Tensor]:
     """Stands for `aten._fused_rms_norm`, which without CUDA is a composite of other operators."""
@@ -351,6 +369,8 @@ _fused_rms_norm.register_autograd(_differentiate_rms_norm, setup_context=_keep_f
 _STANDS_FOR = {
     "planner.fused_rms_norm.default": "aten._fused_rms_norm.default",
     "planner.fused_rms_norm_backward.default": "aten._fused_rms_norm_backward.default",
+    "planner.grouped_mm.default": "aten._grouped_mm.default",
+    "planner.grouped_mm_backward.default": "aten._grouped_mm.default",
 }
 
 
@@ -387,27 +407,37 @@ _VIEWS: dict[str, Callable[..., Any]] = {
     "aten.view.default": aten.reshape.default,
     "aten._unsafe_view.default": aten.reshape.default,
 }
+# What the runtime makes of dropout, on every device (planner.runtime.random).
+_DROPOUT: dict[str, Callable[..., Any]] = {
+    "aten.dropout.default": _cuda_dropout,
+    "aten.dropout_.default": _masked_in_place,
+}
 _CUDA: dict[str, Callable[..., Any]] = {
     "aten.scaled_dot_product_attention.default": _cuda_attention,
-    "aten.dropout.default": _cuda_dropout,
     "aten.rms_norm.default": _cuda_rms_norm,
 }
 REPLACEMENTS: dict[DeviceKind, dict[str, Callable[..., Any]]] = {
-    "cuda": _VIEWS | _CUDA,
-    "cpu": _VIEWS,
+    "cuda": _VIEWS | _DROPOUT | _CUDA,
+    "cpu": _VIEWS | _DROPOUT,
 }
 
 
-class CudaFunctions(TorchFunctionMode):
+_FUNCTIONS: dict[Any, Callable[..., Any]] = {torch._grouped_mm: grouped_mm}
+_CUDA_FUNCTIONS: dict[Any, Callable[..., Any]] = {
+    nn.functional.scaled_dot_product_attention: _cuda_attention,
+    nn.functional.dropout: _cuda_functional_dropout,
+    nn.functional.rms_norm: _cuda_rms_norm,
+    torch.dropout: _cuda_dropout,
+    torch.rms_norm: _cuda_rms_norm,
+}
+
+
+class DeviceFunctions(TorchFunctionMode):
     """The same replacements for a module that runs as it is."""
 
-    functions: Mapping[Any, Callable[..., Any]] = {
-        nn.functional.scaled_dot_product_attention: _cuda_attention,
-        nn.functional.dropout: _cuda_functional_dropout,
-        nn.functional.rms_norm: _cuda_rms_norm,
-        torch.dropout: _cuda_dropout,
-        torch.rms_norm: _cuda_rms_norm,
-    }
+    def __init__(self, kind: DeviceKind) -> None:
+        super().__init__()
+        self.functions = _FUNCTIONS | (_CUDA_FUNCTIONS if kind == "cuda" else {})
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         return self.functions.get(func, func)(*args, **(kwargs or {}))

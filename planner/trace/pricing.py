@@ -23,11 +23,12 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from planner.errors import PlannerError, TraceError
 from planner.graph import Affine, BlockClass, Kernel, Node, Tensor, reads
+from planner.trace.assumed import LargestSizes
 from planner.trace.aten import run_nodes
 from planner.trace.batch import Leaf, LossFunction, call, map_leaves, scalar_loss
 from planner.trace.kernels import (
     REPLACEMENTS,
-    CudaFunctions,
+    DeviceFunctions,
     DeviceKind,
     Kind,
     Launched,
@@ -555,8 +556,8 @@ def _run_module(
         given = [*parameters.values(), *module.buffers(), *tensors_in(small)]
         recorder = _Recorder(given, parameters)
         _attribute(module, wrapped, recorder)
-        if device_kind == "cuda":
-            stack.enter_context(CudaFunctions())
+        stack.enter_context(LargestSizes())  # type: ignore[no-untyped-call]
+        stack.enter_context(DeviceFunctions(device_kind))
         stack.enter_context(recorder)
         recorder.enter("")
         with saved_tensors_hooks(recorder.pack, lambda tensor: tensor):
@@ -606,6 +607,10 @@ def _fake_copy(model: nn.Module, dtype: torch.dtype, device: torch.device) -> nn
         )
     for buffer in model.buffers():
         memo[id(buffer)] = torch.empty(buffer.shape, dtype=buffer.dtype, device=device)
+    for module in model.modules():
+        for value in vars(module).values():
+            if isinstance(value, torch.Tensor) and id(value) not in memo:  # a plain attribute
+                memo[id(value)] = torch.empty(value.shape, dtype=value.dtype, device=device)
     result = copy.deepcopy(model, memo)
     return result if result.training else result.train()
 

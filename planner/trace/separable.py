@@ -6,14 +6,21 @@ linear operators keep the degree. A loss of degree 0 is a mean over samples; of 
 nonlinear operator on a reduced value (a product of two means, a norm of a mean) has none.
 
 A division by a value that inputs alone determine, such as the number of unmasked tokens, keeps the loss a mean only
-where that value is the same in all micro-batches: the runtime compares it.
+where that value is the same in all micro-batches: the runtime gives each of them its part of the whole batch's value.
+
+Beside the degree the *parts* of the loss are followed: reductions over the samples that the loss is linear in. The
+runtime weighs each part in each micro-batch, so that their mean is the part of the whole batch although micro-batches
+differ in samples, valid targets or divisors. A part that a divisor of degree d divides is weighed by
+(samples / mean samples) ** (1 - d): a masked sum over its masked count is not weighed at all.
 """
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
 
 from planner.graph import Batch, Node, Ref, Tensor, reads
 from planner.trace import aten
+from planner.trace.dispatch import cancelled_orders
 
 KEEP = {
     "neg", "view", "_unsafe_view", "reshape", "squeeze", "unsqueeze", "expand", "clone", "contiguous", "to", "_to_copy",
@@ -43,38 +50,153 @@ class State:
 
 
 @dataclass(frozen=True, slots=True)
+class Given:
+    """A value that the loss is divided (or multiplied) by, of the samples of a batch, from inputs alone.
+
+    `sums` are the reductions over samples that it is made of, with their degrees: what can be added up over
+    micro-batches.
+    """
+
+    tensor: int
+    degree: int
+    sums: tuple[tuple[int, int], ...]
+
+
+@dataclass(frozen=True, slots=True)
 class Separability:
-    """`sums`: why the loss is a sum; `mixes`: why it is no mean; `divisors`: tensors that must be equal everywhere."""
+    """`sums`: why the loss is a sum; `mixes`: why it is no mean.
+
+    `parts` are the reductions that the loss is linear in, with the power of the samples' share that weighs them;
+    `divisors` what they are divided by.
+    """
 
     sums: str = ""
     mixes: str = ""
-    divisors: tuple[int, ...] = ()
+    parts: tuple[tuple[int, int], ...] = ()
+    divisors: tuple[Given, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class _Part:
+    """What divided a tensor so far: net degree, and by which tensors."""
+
+    degree: int = 0
+    by: frozenset[int] = frozenset()
+
+    def divided(self, other: "_Part") -> "_Part":
+        return _Part(self.degree + other.degree, self.by | other.by)
 
 
 def separability(tensors: Sequence[Tensor], nodes: Sequence[Node], loss: int) -> Separability:
     """Whether the loss is a mean over samples; `nodes` are the live ones in order."""
     states: dict[int, State] = {}
-    divisors: dict[int, list[int]] = {}  # of a tensor: those its value depends on being equal
+    parts: dict[int, dict[int, _Part]] = {}  # of a tensor without batch dim: the reductions it is linear in
+    scaled: dict[int, _Part] = {}  # of a tensor with one: what its samples were divided by
 
     def state(tensor: int) -> State:
         found = tensors[tensor]
         given = found.kind not in ("parameter", "activation")
         return states.get(tensor, State(depends=found.is_batched, is_given=given))
 
-    for node in nodes:
+    cancelled = cancelled_orders(tensors, nodes)
+    for position, node in enumerate(nodes):
         operands = list(dict.fromkeys(reads(node)))
         used: list[int] = []
-        made = _result(node, tensors, [(t, state(t)) for t in operands], used)
-        carried = list(dict.fromkeys([*used, *(d for t in operands for d in divisors.get(t, ()))]))
-        for tensor in (*(t for t in node.outputs if t is not None), *node.mutates):
+        known = [(t, state(t)) for t in operands]
+        is_plain = position in cancelled and not any(s.degree for _, s in known if s.depends and not s.is_position)
+        made = _row_by_row(known) if is_plain else _result(node, tensors, known, used)
+        outputs = [*(t for t in node.outputs if t is not None), *node.mutates]
+        _follow(node, tensors, known, outputs, used, parts, scaled)
+        for tensor in outputs:
             states[tensor] = made
-            divisors[tensor] = carried
     final = state(loss)
+    found = parts.get(loss, {})
+    by = sorted({d for part in found.values() for d in part.by})
+    maker = {t: node for node in nodes for t in node.outputs if t is not None}
+    rest: dict[str, Any] = {
+        "parts": tuple((tensor, 1 - part.degree) for tensor, part in sorted(found.items())),
+        "divisors": tuple(_given(tensor, tensors, maker, states) for tensor in by),
+    }
     if final.degree is None:
-        return Separability(mixes=final.why)
+        return Separability(mixes=final.why, **rest)
     if final.degree != 0:
-        return Separability(sums=f"{final.why}: the loss is a sum over samples, not their mean")
-    return Separability(divisors=tuple(divisors.get(loss, ())))
+        return Separability(sums=f"{final.why}: the loss is a sum over samples, not their mean", **rest)
+    return Separability(**rest)
+
+
+def _row_by_row(operands: Sequence[tuple[int, State]]) -> State:
+    """What an operator makes that computes every row from the same row of its operands."""
+    broken = next((s for _, s in operands if s.depends and s.degree is None and not s.is_position), None)
+    given = all(s.is_given for _, s in operands)
+    return State(depends=True, is_given=given) if broken is None else replace(broken, is_given=given)
+
+
+def _follow(
+    node: Node,
+    tensors: Sequence[Tensor],
+    operands: list[tuple[int, State]],
+    outputs: Sequence[int],
+    used: Sequence[int],
+    parts: dict[int, dict[int, _Part]],
+    scaled: dict[int, _Part],
+) -> None:
+    """Note the parts of what a node makes."""
+    name = _name(node)
+    moving = [] if _takes_shape_only(name) else [t for t, state in operands if state.depends]
+    states = dict(operands)
+    used = [t for t in used if not tensors[t].is_batched]
+    sign = 1 if name == "div" else -1
+    divided = _Part(sum(sign * (states[t].degree or 0) for t in used), frozenset(used))
+    samples = [t for t in moving if tensors[t].is_batched]
+    for tensor in outputs:
+        if tensors[tensor].is_batched:
+            scaled[tensor] = _of_samples(name, [scaled.get(t, _Part()) for t in samples]).divided(divided)
+        elif samples:
+            known = [scaled.get(t, _Part()) for t in samples]
+            parts[tensor] = {tensor: _of_samples("mul" if name in CONTRACT else name, known)}
+        elif moving:
+            linear = [t for t in moving if t not in used]
+            is_scaled = len(linear) == 1 and (name == "mul" or (name == "div" and node.args[0] == Ref(linear[0])))
+            if name in KEEP or name in ADD or name in ("sum", "mean") or is_scaled:
+                parts[tensor] = {
+                    reduction: part.divided(divided) for t in linear for reduction, part in parts.get(t, {}).items()
+                }
+            else:  # not linear: what it makes of a micro-batch is a part itself
+                parts[tensor] = {tensor: _Part()}
+
+
+def _of_samples(name: str, operands: Sequence[_Part]) -> _Part:
+    """What divided the result of an operator on tensors with a batch dim."""
+    if name == "mul" or (name == "div" and len(operands) == 2):
+        first, *others = operands or [_Part()]
+        for other in others:
+            first = first.divided(other if name == "mul" else _Part(-other.degree, other.by))
+        return first
+    return max(operands, key=lambda part: abs(part.degree), default=_Part())
+
+
+def _given(tensor: int, tensors: Sequence[Tensor], maker: Mapping[int, Node], states: Mapping[int, State]) -> Given:
+    """A divisor, and the reductions that it is made of."""
+    sums: dict[int, int] = {}
+    todo = [tensor]
+    while todo:
+        current = todo.pop()
+        read = list(reads(maker[current])) if current in maker else []
+        if any(tensors[t].is_batched for t in read):
+            sums[current] = states[current].degree or 0
+        else:
+            todo += [t for t in read if t in states and states[t].depends]
+    return Given(tensor=tensor, degree=states[tensor].degree or 0, sums=tuple(sorted(sums.items())))
+
+
+def _takes_shape_only(name: str) -> bool:
+    """Whether an operator reads no value of its first operand."""
+    return name.endswith("_like") or name.startswith("new_")
+
+
+def _name(node: Node) -> str:
+    """`mul` of `aten.mul_.Tensor`."""
+    return node.op.split(".")[1].rstrip("_") if node.op.count(".") > 1 else node.op
 
 
 def _result(node: Node, tensors: Sequence[Tensor], operands: list[tuple[int, State]], used: list[int]) -> State:
@@ -82,11 +204,14 @@ def _result(node: Node, tensors: Sequence[Tensor], operands: list[tuple[int, Sta
     made = [t for t in node.outputs if t is not None]
     is_batched = any(tensors[t].is_batched for t in made)
     is_given = all(state.is_given for _, state in operands)
-    moving = [(t, state) for t, state in operands if state.depends]
-    name = node.op.split(".")[1].rstrip("_") if node.op.count(".") > 1 else node.op
+    name = _name(node)
+    moving = [] if _takes_shape_only(name) else [(t, state) for t, state in operands if state.depends]
     if not moving and name == "arange" and is_batched:
         why = f"{node.source}: forward computes with the positions of samples in a batch"
         return State(depends=True, is_given=True, degree=None, why=why, is_position=True)
+    if name not in ("mul", "div", "arange") and _has_batch_as_value(node):
+        why = f"{node.source}: {name} computes with the number of samples"
+        return State(depends=True, is_given=is_given, degree=None, why=why)
     if not moving:
         return State(depends=is_batched, is_given=is_given)
     if name in INDEX:
@@ -200,22 +325,39 @@ def _linear(
     return None
 
 
+def _has_batch_as_value(node: Node) -> bool:
+    """Whether the batch size is a number that an operator computes with, rather than a size or an index."""
+    if not any(isinstance(arg, Batch) for arg in (*node.args, *(value for _, value in node.kwargs))):
+        return False
+    named = dict(node.kwargs)
+    schema = getattr(aten.torch_operator(node.op), "_schema", None)
+    return any(
+        isinstance(node.args[position] if position < len(node.args) else named.get(argument.name), Batch)
+        and str(argument.type).removeprefix("Optional[").removesuffix("]") in ("Tensor", "number", "float")
+        for position, argument in enumerate(schema.arguments if schema is not None else ())
+    )
+
+
 def _along_batch(node: Node, tensors: Sequence[Tensor]) -> bool:
-    """Whether an operator with dims (an integer, or a tuple of them) runs along the batch dim of its first operand."""
+    """Whether an operator with dims runs along the batch dim of its first operand."""
     first = node.args[0]
     if not isinstance(first, Ref):
         return False
     shape = tensors[first.tensor].shape
-    dims = [d for arg in node.args[1:] for d in (arg if isinstance(arg, tuple) else (arg,)) if type(d) is int]
-    if node.op.startswith("aten.roll"):
-        dims = (
-            [d for d in node.args[2] if type(d) is int]
-            if len(node.args) > 2 and isinstance(node.args[2], tuple)
-            else [0]
-        )
-    elif not node.op.startswith("aten.flip"):
-        dims = dims[:1]
-    return any(-len(shape) <= d < len(shape) and isinstance(shape[d], Batch) for d in dims)
+    given = _argument(node, ("dim", "dims", "axis"))
+    dims = [d for d in (given if isinstance(given, tuple | list) else [given]) if type(d) is int]
+    # Without dims `roll` and `flip` take the flat tensor.
+    return any(isinstance(shape[d], Batch) for d in dims or [0] if -len(shape) <= d < len(shape))
+
+
+def _argument(node: Node, names: Sequence[str]) -> object:
+    """The argument of a node that its operator calls by one of `names`: given, or its default; None if it has none."""
+    schema: Any = getattr(aten.torch_operator(node.op), "_schema", None)
+    for position, argument in enumerate(schema.arguments if schema is not None else ()):
+        if argument.name in names:
+            given = node.args[position] if position < len(node.args) else dict(node.kwargs).get(argument.name)
+            return argument.default_value if given is None else given
+    return None
 
 
 def _picks_samples(node: Node, tensor: int, tensors: Sequence[Tensor]) -> bool:
@@ -235,9 +377,4 @@ def _picks_samples(node: Node, tensor: int, tensors: Sequence[Tensor]) -> bool:
 
 def _reduction(node: Node) -> object:
     """The `reduction` argument of a loss operator: given, or its default."""
-    schema = getattr(aten.torch_operator(node.op), "_schema", None)
-    for position, argument in enumerate(schema.arguments if schema is not None else ()):
-        if argument.name == "reduction":
-            given = node.args[position] if position < len(node.args) else dict(node.kwargs).get("reduction")
-            return argument.default_value if given is None else given
-    return None
+    return _argument(node, ("reduction",))
