@@ -466,12 +466,11 @@ def _stage_options(chain: _Chain, p: int, modes: _Modes) -> _StageOptions:
     mem = chain.state + chain.in_flight[p] * chain.activation
     capacity = chain.capacity[p] - chain.stage_bytes - stage.cut_bytes
     # Intervals with the same blocks and the same memory are one.
-    if chain.num_kinds <= 8:
-        signature = np.concatenate(
-            [(chain.counts[stage.b] - chain.counts[stage.a]).astype(float), capacity[:, None]], 1
-        )
-        _, first, inverse = np.unique(signature, axis=0, return_index=True, return_inverse=True)
-        inverse = inverse.ravel()
+    _, signature = np.unique(capacity, return_inverse=True)
+    if (chain.num_blocks + 1.0) ** (chain.num_kinds + 1) < 2.0**63:  # one number each: a sort of rows takes much longer
+        for count in (chain.counts[stage.b] - chain.counts[stage.a]).T:
+            signature = signature * (chain.num_blocks + 1) + count
+        _, first, inverse = np.unique(signature, return_index=True, return_inverse=True)
     else:
         first = inverse = np.arange(len(stage.a))
     a, b, room = stage.a[first], stage.b[first], capacity[first]

@@ -6,6 +6,9 @@ A strategy is a ZeRO stage with or without full recomputation. What overlaps wit
 - forward, the all-gather of block i runs while block i - 1 computes; copy-out is on the compute stream;
 - backward, the all-gather of block i and the reduce-scatter of block i + 2 share the time of block i + 1, and a block's
   reduction must end before the next block's begins (`reduce_scatter_max_input_buffers` = 1);
+- hybrid sharding gathers and reduce-scatters over dp_shard, and once a step sums its shards of the gradients over
+  dp_replicate, on a stream of its own (`all_reduce_stream`): beside the last backward pass, and beside gathers and
+  reduce-scatters where these do not use the same links;
 - computing and communicating at once slows both (`collectives.overlapped_seconds`);
 - on a CPU nothing overlaps;
 - a pipeline stage of ZeRO-0 or ZeRO-1 reduces after its last backward pass (`PipelineStage.perform_reduce_grad`), and
@@ -102,6 +105,7 @@ class Costs:
     pass_seconds: float  # on every stage, per pass: the pipeline schedule itself
     prelude_bytes: float  # on every stage, per micro-batch in flight
     input_bytes: float  # the rank's part of the batch, all micro-batches, on every stage
+    unused_bytes: float  # parameters that nothing reads: every rank keeps them whole
     norm_seconds: float  # once a step
     in_flight: Ints  # [P]
     capacity: float
@@ -155,12 +159,13 @@ class Costs:
     def stage_bytes(self) -> Floats:
         """[P] what a stage holds whatever its blocks are.
 
-        Its part of the batch, the prelude, and at the widest cut the outputs it keeps and the gradients it receives.
+        Its part of the batch, unused parameters, the prelude, and at the widest cut the outputs it keeps and the
+        gradients it receives.
         """
         widest = float(self.hop_bytes.max(initial=0.0)) if self.num_stages > 1 else 0.0
         behind = np.where(np.arange(self.num_stages) < self.num_stages - 1, widest, 0.0)
         sent = (self.num_microbatches + self.in_flight) * behind
-        return np.asarray(self.input_bytes + self.in_flight * self.prelude_bytes + sent)
+        return np.asarray(self.input_bytes + self.unused_bytes + self.in_flight * self.prelude_bytes + sent)
 
     @property
     def capacity_bytes(self) -> Floats:
@@ -178,7 +183,7 @@ class Costs:
         sent = float(self.hop_bytes[end - 1]) if stage < self.num_stages - 1 else 0.0
         flying = int(self.in_flight[stage])
         buffers = receive_buffer_bytes(received, sent, self.num_microbatches, flying)
-        return buffers + flying * self.prelude_bytes + self.input_bytes
+        return buffers + flying * self.prelude_bytes + self.input_bytes + self.unused_bytes
 
     def sync_at_end(self, zero: int) -> bool:
         """Whether gradients are reduced after the last backward pass, beside nothing."""
@@ -199,15 +204,10 @@ def check_mesh(mesh: Mesh) -> None:
     """Refuse a mesh that this cost model does not price.
 
     Raises:
-        PlanError: a mesh with both data-parallel axes, or with tensor, context or expert parallelism.
+        PlanError: a mesh with tensor, context or expert parallelism.
     """
     if mesh.cp * mesh.ep * mesh.tp > 1:
         raise PlanError(f"mesh {_mesh_text(mesh)}: tp, cp and ep other than 1 cannot be planned yet; leave them out")
-    if mesh.dp_replicate > 1 and mesh.dp_shard > 1:
-        raise PlanError(
-            f"mesh {_mesh_text(mesh)}: dp_replicate (ZeRO-0) and dp_shard (ZeRO-1 to 3) cannot be mixed yet; "
-            f"use one of them with {mesh.dp} ranks"
-        )
 
 
 def price(
@@ -236,17 +236,20 @@ def price(
     wrapped = is_wrapped(mesh.dp, policy)
     hooked = (count.full > 0) & wrapped
     sizes = {name: getattr(mesh, name) for name in AXES}
-    group = axis_group(cluster, sizes, "dp_shard" if mesh.dp_shard > 1 else "dp_replicate")
-    pipe = axis_group(cluster, sizes, "pp")
+    shards, replicas, pipe = (axis_group(cluster, sizes, axis) for axis in ("dp_shard", "dp_replicate", "pp"))
     hop_bytes = _hop_bytes(key, micro_batch) if mesh.pp > 1 else np.zeros(len(graph.blocks) - 1)
     traffic = _Traffic(
         forward=_computed(device, blocks, hooked, passes=(1, 0)),
         backward=_computed(device, blocks, hooked, passes=(0, 1)),
         rerun=_computed(device, blocks, hooked, passes=(1, 1)),
-        gather=_per_distinct(all_gather_seconds, policy.compute_bytes * count.gathered, group),
-        scatter=_per_distinct(reduce_scatter_seconds, policy.reduce_bytes * count.reduced, group),
-        reduce=_per_distinct(all_reduce_seconds, policy.reduce_bytes * count.trainable, group),
-        slowdown=_slowdown(cluster, group),
+        gather=_per_distinct(all_gather_seconds, policy.compute_bytes * count.gathered, shards),
+        scatter=_per_distinct(reduce_scatter_seconds, policy.reduce_bytes * count.reduced, shards),
+        reduce=_per_distinct(all_reduce_seconds, policy.reduce_bytes * count.trainable_shard, replicas),
+        slowdown=_slowdown(cluster, shards),
+        reduce_slowdown=_slowdown(cluster, replicas),
+        shares_links=min(shards.num_nodes, replicas.num_nodes) > 1
+        or min(shards.ranks_per_node, replicas.ranks_per_node) > 1,
+        reductions=num_microbatches if graph.fallbacks else 1,
         overlaps=not device.synchronous_dispatch,
         num_stages=mesh.pp,
     )
@@ -288,7 +291,8 @@ def price(
         pass_seconds=device.pass_seconds if mesh.pp > 1 else 0.0,
         prelude_bytes=graph.prelude.num_bytes.at(micro_batch),
         input_bytes=num_microbatches * blocks.model_input_bytes,
-        norm_seconds=all_reduce_seconds(4.0, group) + all_reduce_seconds(4.0, pipe),
+        unused_bytes=policy.master_bytes * _unused_elements(key),
+        norm_seconds=sum(all_reduce_seconds(4.0, group) for group in (shards, replicas, pipe)),
         in_flight=np.array([in_flight(schedule, p, mesh.pp, num_microbatches) for p in range(mesh.pp)], np.int64),
         capacity=float(cluster.capacity_bytes),
         tie_groups=_tie_groups(key),
@@ -345,8 +349,11 @@ class _Traffic:
     rerun: Floats  # forward again, then backward
     gather: Floats  # one all-gather of the block
     scatter: Floats  # one reduce-scatter of its gradient
-    reduce: Floats  # one all-reduce of its gradient
-    slowdown: float
+    reduce: Floats  # one all-reduce of its gradient, or of this rank's shard of it, over the replicas
+    slowdown: float  # beside gather and scatter
+    reduce_slowdown: float  # beside reduce
+    shares_links: bool  # reduce and the other two use the same links
+    reductions: int  # all-reduces of ZeRO-2 and ZeRO-3 a step: the runtime waits for the last if it has a graph
     overlaps: bool
     num_stages: int
 
@@ -426,6 +433,16 @@ def _saved(graph: Graph) -> list[Affine]:
         kept |= {t for t, is_saved in zip(block.outputs, kind.saves_output, strict=False) if is_saved} - saved_by_reader
         result.append(kind.saved + total(graph.tensors[t].num_bytes for t in sorted(kept)))
     return result
+
+
+@lru_cache(maxsize=256)
+def _unused_elements(graph: _Same) -> float:
+    read = {parameter for block in graph.value.blocks for parameter in block.parameters}
+    return sum(
+        tensor.num_elements.fixed
+        for index, tensor in enumerate(graph.value.tensors)
+        if tensor.kind == "parameter" and index not in read
+    )
 
 
 @lru_cache(maxsize=256)
@@ -536,19 +553,22 @@ def _strategy_seconds(
         in_backward = in_backward + beside(_shifted(backward, 1) * share, traffic.gather) + copies.gather
         share_left = 1 - _shifted(share, -2) if len(none) > 2 else np.ones_like(none)
         in_backward = in_backward + beside(_shifted(backward, -1) * share_left, traffic.scatter) + copies.reduce
-        gather = reduce = none
+        gather, reduce = (
+            none,
+            traffic.reductions * _replica_seconds(backward, traffic.gather + traffic.scatter, traffic),
+        )
     elif zero == 2:
         in_backward = in_backward + beside(_shifted(backward, -1), traffic.scatter) + copies.reduce
-        gather, reduce = gather + _first_gather(traffic), none
+        gather = gather + _first_gather(traffic)
+        reduce = traffic.reductions * _replica_seconds(backward, traffic.scatter, traffic)
+    elif zero == 1 and traffic.num_stages > 1:
+        gather, reduce = gather + _first_gather(traffic), reduce + _last_seconds(traffic)
     elif zero == 1:
         gather = gather + _first_gather(traffic)
-        reduce = reduce + (
-            traffic.scatter
-            if traffic.num_stages > 1
-            else exposed_seconds(_shifted(backward, -1), traffic.scatter, traffic.slowdown, overlaps=traffic.overlaps)
-        )
+        scatter = exposed_seconds(_shifted(backward, -1), traffic.scatter, traffic.slowdown, overlaps=traffic.overlaps)
+        reduce = reduce + scatter + _replica_seconds(backward, traffic.scatter, traffic)
     else:
-        reduce = reduce + _queued_seconds(backward, traffic)
+        reduce = reduce + (traffic.reduce if traffic.num_stages > 1 else _queued_seconds(backward, traffic))
     return _Seconds(
         forward=forward + in_forward,
         backward=backward + in_backward,
@@ -566,18 +586,42 @@ def _first_gather(traffic: _Traffic) -> Floats:
 
 
 def _queued_seconds(backward: Floats, traffic: _Traffic) -> Floats:
-    """What the all-reduces of ZeRO-0 add to the last backward pass, divided among the blocks by their length.
+    """What all-reduces add to a backward pass of the whole model, divided among the blocks by their length.
 
     They queue on a stream of their own: when block k is done, those of blocks k..0 are still to come, beside the
     backward passes of blocks k-1..0.
     """
     link = traffic.reduce
-    if traffic.num_stages > 1 or not traffic.overlaps or not link.any():
+    if not traffic.overlaps or not link.any():
         return link
     late = np.cumsum(link) - (np.cumsum(backward) - backward)
     tail = max(0.0, float(late.max()))
     beside = float(link.sum()) - tail
-    return np.asarray(link / link.sum() * (tail + (traffic.slowdown - 1) * beside))
+    return np.asarray(link / link.sum() * (tail + (traffic.reduce_slowdown - 1) * beside))
+
+
+def _replica_seconds(backward: Floats, occupied: Floats, traffic: _Traffic) -> Floats:
+    """[L] what the sums over replicas add to one backward pass, in which other collectives take `occupied` seconds.
+
+    In a pipeline the neighbours of a block are not known: each sum is beside the block in front, as in `beside`.
+    """
+    room = np.maximum(backward - occupied, 0.0) if traffic.shares_links else backward
+    if traffic.num_stages == 1:
+        return _queued_seconds(room, traffic)
+    end_share = traffic.num_stages / len(room)
+    hidden = exposed_seconds(_shifted(room, -1), traffic.reduce, traffic.reduce_slowdown, overlaps=traffic.overlaps)
+    return (1 - end_share) * hidden + end_share * traffic.reduce
+
+
+def _last_seconds(traffic: _Traffic) -> Floats:
+    """[L] ZeRO-1 in a pipeline reduces after the last backward pass, beside nothing.
+
+    The sum over replicas of one block runs beside the reduce-scatter of the next, if it uses other links.
+    """
+    scatter, reduce = traffic.scatter, traffic.reduce
+    if traffic.shares_links or not traffic.overlaps:
+        return scatter + reduce
+    return np.maximum(scatter, reduce) + traffic.num_stages / len(scatter) * np.minimum(scatter, reduce)
 
 
 class _Copies(NamedTuple):

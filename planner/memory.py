@@ -1,6 +1,6 @@
 """Bytes that a rank holds, as FSDP2 of stock PyTorch really holds them. Read off torch 2.13, not off the ZeRO paper.
 
-A wrapped block (dp > 1, or a compute dtype that is not the master's) with dp = N ranks holds
+A wrapped block (dp > 1, or a compute dtype that is not the master's) that is sharded over N ranks (dp_shard) holds
 
     ZeRO-0  `replicate`: own parameters in full + a gathered copy; full gradients
     ZeRO-1  a shard + the gathered copy; full gradients between micro-batches, a shard of them in the end
@@ -8,8 +8,9 @@ A wrapped block (dp > 1, or a compute dtype that is not the master's) with dp = 
     ZeRO-3  a shard, the gathered copy only while the block runs; a shard of the gradients
 
 with masters and optimizer state in float32, the gathered copy in the compute dtype and accumulated gradients in the
-reduce dtype (float32). Every parameter is padded on dim 0 to a multiple of N, so all ranks hold the same. Without a
-wrapper (one rank in float32) a block holds its parameters and gradients once.
+reduce dtype (float32). Hybrid sharding holds the same: what is reduce-scattered and not yet summed over the replicas
+is a shard in the reduce dtype (`_partial_reduce_output`). Every parameter is padded on dim 0 to a multiple of N, so all
+ranks hold the same. Without a wrapper (one rank in float32) a block holds its parameters and gradients once.
 
 Sources: torch/distributed/fsdp/_fully_shard/_fsdp_param.py (`_init_sharded_param`: padding; `init_all_gather_outputs`),
 _fsdp_param_group.py (`wait_for_unshard`, `post_backward`: which buffers live how long), _fsdp_collectives.py

@@ -437,8 +437,6 @@ def _contradictions(
     for axis in ("cp", "ep", "tp"):
         if getattr(mesh, axis) != 1:
             faults.append(f"mesh.{axis} is {getattr(mesh, axis)}; this release runs only 1")
-    if mesh.dp_replicate > 1 and mesh.dp_shard > 1:
-        faults.append("mesh uses dp_replicate and dp_shard together; this release runs one of them")
     parts = counts["micro_batch"] * counts["num_microbatches"] * mesh.dp
     if parts != counts["global_batch"]:
         faults.append(

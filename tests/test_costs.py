@@ -6,10 +6,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from planner.cluster import Cluster
-from planner.collectives import axis_group, overlapped_seconds, reduce_scatter_seconds, send_recv_seconds
+from planner.collectives import (
+    all_reduce_seconds,
+    axis_group,
+    overlapped_seconds,
+    reduce_scatter_seconds,
+    send_recv_seconds,
+)
 from planner.costs import Strategy, exposed_seconds, price, strategies_of
 from planner.errors import ClusterError, PlanError, PlannerError
-from planner.graph import DTYPE_BYTES, Affine, Batch, Block, BlockClass, Graph, Kernel, Tensor, total
+from planner.graph import DTYPE_BYTES, Affine, Batch, Block, BlockClass, Fallback, Graph, Kernel, Tensor, total
 from planner.operators import kernel_seconds
 from planner.plan import Mesh
 
@@ -145,6 +151,53 @@ def test_zero_1_in_a_pipeline_reduces_once_and_in_the_open():
     assert costs.reduce_seconds[:, 2:].sum() == 0.0
 
 
+def test_hybrid_sharding_moves_what_its_two_axes_say():
+    """Shards within a node, replicas across two: the state of 8 ranks, and once a step one shard over the network."""
+    hybrid, inside = priced(mesh=Mesh(dp_replicate=2, dp_shard=8)), priced(mesh=Mesh(dp_shard=8))
+    pure = priced(mesh=Mesh(dp_shard=16))
+    layer = sum(GPT.tensors[p].num_elements.fixed for p in GPT.blocks[1].parameters)
+    across = axis_group(CLUSTER, {"dp_replicate": 2, "dp_shard": 8}, "dp_replicate")
+
+    assert hybrid.state_bytes.tolist() == inside.state_bytes.tolist()
+    assert hybrid.transient_bytes.tolist() == inside.transient_bytes.tolist()
+    assert hybrid.seconds.tolist() == inside.seconds.tolist()  # every micro-batch stays in the node
+    assert (hybrid.seconds[:, 4:] < pure.seconds[:, 4:]).any()
+    assert hybrid.gather_seconds.tolist() == inside.gather_seconds.tolist()
+    added = (hybrid.reduce_seconds - inside.reduce_seconds).sum(0)
+    alone = all_reduce_seconds(4.0 * layer / 8, across)
+    assert (added > 0).all()
+    assert (added <= 10 * alone).all()  # six blocks, the head and the embedding larger than a layer
+
+
+def test_replicas_on_the_links_of_the_shards_wait_for_them():
+    """Shards over two nodes, replicas over two more: both leave the node, so nothing is hidden behind the other."""
+    cluster = Cluster.load("4x8xA100-80GB")
+    mesh = {"pp": 2, "dp_replicate": 2, "dp_shard": 8}
+    layer = sum(GPT.tensors[p].num_elements.fixed for p in GPT.blocks[1].parameters)
+    inside, outside = (
+        priced(cluster=cluster, mesh=Mesh(**mesh)),
+        priced(cluster=Cluster.load("32x1xA100-80GB"), mesh=Mesh(**mesh)),
+    )
+    groups = [axis_group(Cluster.load("32x1xA100-80GB"), mesh, axis) for axis in ("dp_shard", "dp_replicate")]
+    one, other = reduce_scatter_seconds(4.0 * layer, groups[0]), all_reduce_seconds(4.0 * layer / 8, groups[1])
+
+    assert outside.reduce_seconds[1, 0] >= one + other
+    near = [axis_group(cluster, mesh, axis) for axis in ("dp_shard", "dp_replicate")]
+    one, other = reduce_scatter_seconds(4.0 * layer, near[0]), all_reduce_seconds(4.0 * layer / 8, near[1])
+    assert max(one, other) <= inside.reduce_seconds[1, 0] < one + other + inside.reduce_seconds[1, 0] / 2
+
+
+def test_without_a_graph_replicas_are_summed_at_every_micro_batch():
+    fallback = replace(GPT, fallbacks=(Fallback(source="m.py:1", reason="a hook", cure="none"),))
+    once, always = (
+        priced(mesh=Mesh(dp_replicate=2, dp_shard=8)),
+        priced(fallback, mesh=Mesh(dp_replicate=2, dp_shard=8)),
+    )
+
+    assert always.reduce_seconds[:, 4].sum() == pytest.approx(4 * once.reduce_seconds[:, 4].sum())
+    assert always.reduce_seconds[:, 0].sum() == pytest.approx(once.reduce_seconds[:, 0].sum())
+
+
 def test_zero_3_gathers_twice_per_micro_batch_and_zero_2_once_per_step():
     costs = priced(mesh=Mesh(pp=2, dp_shard=8))
 
@@ -200,6 +253,15 @@ def test_a_tied_parameter_counts_once_on_one_stage_and_on_each_of_two():
     assert two.tie_seconds[1:5].sum() == 0.0
 
 
+def test_parameters_that_nothing_reads_are_held_whole_by_every_rank():
+    spare = Tensor(name="spare", shape=(1000, 3), dtype="bfloat16", kind="parameter", requires_grad=True)
+    graph = replace(GPT, tensors=(*GPT.tensors, spare), unused_parameters=("spare",))
+    mesh = Mesh(pp=2, dp_shard=8)
+
+    assert priced(graph, mesh=mesh).boundary_bytes(0, 0, 3) == priced(mesh=mesh).boundary_bytes(0, 0, 3) + 4 * 3000
+    assert (priced(graph, mesh=mesh).capacity_bytes == priced(mesh=mesh).capacity_bytes - 4 * 3000).all()
+
+
 def test_frozen_parameters_need_no_gradient():
     frozen = replace(GPT, tensors=tuple(replace(t, requires_grad=False) for t in GPT.tensors))
     costs = priced(frozen)
@@ -209,7 +271,17 @@ def test_frozen_parameters_need_no_gradient():
     assert costs.optimizer_seconds.sum() == costs.reduce_seconds.sum() == 0.0
 
 
-@given(st.floats(1.0, 4.0), st.sampled_from([Mesh(dp_shard=16), Mesh(dp_replicate=16), Mesh(pp=2, dp_shard=8)]))
+@given(
+    st.floats(1.0, 4.0),
+    st.sampled_from(
+        [
+            Mesh(dp_shard=16),
+            Mesh(dp_replicate=16),
+            Mesh(pp=2, dp_shard=8),
+            Mesh(pp=2, dp_replicate=2, dp_shard=4),
+        ]
+    ),
+)
 def test_more_bandwidth_is_never_slower(factor, mesh):
     fast = replace(
         CLUSTER,
@@ -241,12 +313,11 @@ def test_recomputation_never_holds_more_activations(micro_batch, num_microbatche
     ("changes", "error", "words"),
     [
         ({"mesh": Mesh(tp=2)}, PlanError, "tp, cp and ep"),
-        ({"mesh": Mesh(dp_shard=2, dp_replicate=2)}, PlanError, "cannot be mixed yet; use one of them with 4 ranks"),
         ({"precision": "fp4"}, PlannerError, "'fp4' is none of"),
         ({"optimizer": "lion"}, PlannerError, "'lion' is none of"),
         ({"cluster": Cluster.load("1x8xV100-32GB")}, ClusterError, "does not compute in bfloat16"),
     ],
-    ids=["tensor parallel", "both data axes", "precision", "optimizer", "device"],
+    ids=["tensor parallel", "precision", "optimizer", "device"],
 )
 def test_what_cannot_be_priced_is_refused(changes, error, words):
     with pytest.raises(error, match=words):

@@ -145,7 +145,7 @@ def _brute_force(graph, cluster: Cluster, configuration: Configuration) -> float
 def _value(graph, cluster: Cluster, plan: Plan) -> float:
     """A plan's seconds by the program."""
     configuration = Configuration(
-        pp=plan.mesh.pp, dp=plan.mesh.dp, sharded=plan.mesh.dp_shard > 1, micro_batch=plan.micro_batch,
+        pp=plan.mesh.pp, dp=plan.mesh.dp, dp_shard=plan.mesh.dp_shard, micro_batch=plan.micro_batch,
         num_microbatches=plan.num_microbatches, schedule=plan.schedule,
     )  # fmt: skip
     costs, problem = _problem(graph, cluster, configuration)
@@ -171,6 +171,45 @@ def test_a_cluster_on_which_nothing_fits_is_told_the_least_memory_that_would():
     assert "\n" not in str(e.value)
 
 
+def _unfit(module, batch, cluster: Cluster, **options) -> str:
+    with pytest.raises(InfeasibleError) as error:
+        search(trace(module, batch, precision="bf16", name="m"), cluster, global_batch=8, **options)
+    return str(error.value)
+
+
+def test_a_block_that_fits_nowhere_is_named_with_what_it_needs():
+    class Wide(torch.nn.Module):
+        def __init__(self, wide: int) -> None:
+            super().__init__()
+            self.layers = torch.nn.ModuleList(
+                torch.nn.Sequential(torch.nn.Linear(64, w), torch.nn.Linear(w, 64)) for w in (64, 64, wide, 64)
+            )
+
+        def forward(self, x):
+            for layer in self.layers:
+                x = layer(x).tanh()
+            return x.square().mean()
+
+    with torch.device("meta"):
+        batch = {"x": torch.randn(4, 64)}
+        wide, narrow = Wide(500_000), Wide(64)
+    cluster = _with_bytes(Cluster.load("1x4xA100-40GB"), 200e6)
+
+    said = _unfit(wide, batch, cluster)
+    # 64 M parameters on 4 ranks: a shard of 16 bytes each is 256 MB; its copy, gradient and reduction come to more.
+    assert re.search(r"on a device, which has 190.7 MiB; block layers\.2 alone takes [0-9.]+ MiB or more", said), said
+    assert "whatever is chosen (least with ZeRO-3" in said
+    assert search(trace(narrow, batch, precision="bf16", name="m"), cluster, global_batch=8, top=1).plans
+
+
+def test_where_every_block_fits_alone_the_heaviest_part_of_the_leanest_plan_is_named():
+    module, batch = build("gpt3-6.7b", device="meta")
+
+    said = _unfit(module, batch, Cluster.load("1x2xA100-40GB"), pins="recompute=none")
+    assert "and recompute=none fixed: the leanest plan (" in said
+    assert re.search(r"[0-9]+% of it is parameters, gradients and optimizer state; use more or larger devices", said)
+
+
 def test_a_fully_pinned_plan_that_does_not_fit_is_priced_and_says_so(large):
     pins = "pp=1,dp=1,zero=0,recompute=none,micro_batch=8"
 
@@ -189,6 +228,31 @@ def test_fewer_devices_than_given_is_an_answer():
     plan = search(graph, cluster, global_batch=8, top=1, pins="pp=1").plans[0]
 
     assert plan.devices < cluster.num_devices
+
+
+def test_hybrid_sharding_is_chosen_where_the_network_is_slow_and_a_device_too_small_for_whole_copies(large):
+    table = Cluster.load("2x8xA100-80GB").to_dict()
+    table["inter_node_link"] = {**Cluster.load("2x4xA10G").inter_node_link.to_dict(), "bytes_per_second": 3e9}
+    cluster = Cluster.from_dict({**table, "nics_per_node": 1})
+
+    found = search(large, cluster, global_batch=512, top=1).plans[0]
+    pure = search(large, cluster, global_batch=512, pins="dp_shard=16", top=1).plans[0]
+    whole = search(large, cluster, global_batch=512, pins="pp=1,dp=16,zero=0,recompute=full,micro_batch=1", top=1)
+
+    assert (found.mesh.pp, found.mesh.dp_replicate, found.mesh.dp_shard) == (1, 2, 8)
+    assert found.prediction.fits
+    assert found.prediction.step_seconds < 0.9 * pure.prediction.step_seconds
+    assert not whole.plans[0].prediction.fits
+    assert Plan.loads(found.dumps()) == found
+
+
+def test_the_shard_degree_can_be_fixed(graph):
+    cluster = Cluster.load("1x8xA100-80GB")
+
+    plans = search(graph, cluster, global_batch=32, pins="dp_shard=2,dp=8").plans
+
+    assert {(p.mesh.dp_replicate, p.mesh.dp_shard) for p in plans} == {(4, 2)}
+    assert all(b.zero > 0 for p in plans for b in p.block_plans)
 
 
 def test_device_seconds_prefers_fewer_devices(large):
@@ -210,6 +274,9 @@ def test_a_batch_that_the_pins_do_not_divide_is_refused_with_the_multiple_to_use
     ("pins", "sentence"),
     [
         ("zero=3,dp=1", "zero=3 shards over data-parallel ranks"),
+        ("zero=3,dp_shard=1", "zero=3 shards over data-parallel ranks, but dp_shard is fixed to 1"),
+        ("zero=0,dp_shard=2", "zero=0 keeps whole copies, but dp_shard=2 shards"),
+        ("dp=8,dp_shard=3", "dp_shard=3 is no divisor of dp=8"),
         ("pp=99", "pp=99 needs as many blocks"),
         ("pp=4,dp=4", "need 16 devices, the cluster has 8"),
         ("dp=16", "need 16 devices, the cluster has 8"),

@@ -6,6 +6,10 @@
     2  as 1, reduce-scatter at every micro-batch
     3  fully_shard, parameters freed after forward and after backward, reduce-scatter at every one
 
+With both data-parallel axes (hybrid sharding) 1, 2 and 3 shard over dp_shard, and the sum of a
+gradient's shards over dp_replicate is taken once a step, at the last micro-batch: until then FSDP
+adds up what it reduce-scattered (`set_requires_all_reduce`, `_partial_reduce_output`).
+
 Without a pipeline the loop of `execute` sets what each block synchronises, so that blocks of one
 stage may differ. In a pipeline the schedule looks at what it is given: an FSDP root is driven as
 ZeRO-0/1 whatever its flags (synchronisation off until the end, parameters kept), so for ZeRO-2/3
@@ -24,6 +28,7 @@ from torch import nn
 from torch.distributed._composable.replicate_with_fsdp import replicate
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.pipelining import PipelineStage
 
 from planner.errors import PlanError
 
@@ -58,16 +63,40 @@ class Hidden(nn.Module):
         return self.root(*args, **kwargs)
 
 
+class ShardedStage(PipelineStage):
+    """A pipeline stage that tells its sharder which backward pass is the last."""
+
+    sharder: "Sharder"
+
+    def backward_one_chunk(
+        self, bwd_chunk_id: int, loss: Any = None, full_backward: bool = True, last_backward: bool = False
+    ) -> None:
+        """What the schedule calls for each micro-batch."""
+        self.sharder.before_backward(is_last=last_backward)
+        super().backward_one_chunk(bwd_chunk_id, loss, full_backward, last_backward)
+
+    def _post_metadata_inference_cleanup(self) -> None:
+        """Torch drops all gradients here when a schedule starts for the first time, as if it had run an extra step.
+
+        With static shapes it has not, and gradients of earlier micro-batches of other sizes would be lost silently.
+        """
+
+
 class Sharder:
     """Wraps the parts of a stage, then its root; afterwards drives what the parts synchronise.
 
-    `mesh` is the data-parallel axis, or None where nothing needs a wrapper: one data rank in fp32
-    or fp64. Parts are wrapped as soon as they exist, so that only one is whole at a time.
+    `mesh` is the data-parallel axis, both axes (dp_replicate, dp_shard) for hybrid sharding, or None where
+    nothing needs a wrapper: one data rank in fp32 or fp64. Parts are wrapped as soon as they exist, so that
+    only one is whole at a time.
+
+    `same_gradients` tells that every micro-batch gives gradients to the same parameters. Only then replicas may
+    be summed once a step: FSDP adds what it reduce-scattered as one flat buffer, without looking whose it is.
     """
 
-    def __init__(self, mesh: DeviceMesh | None, precision: str) -> None:
+    def __init__(self, mesh: DeviceMesh | None, precision: str, *, same_gradients: bool = True) -> None:
         self.mesh = mesh
         self.policy = mixed_precision(precision)
+        self._sums_replicas_once = mesh is not None and mesh.ndim == 2 and same_gradients
         self.parts: list[tuple[nn.Module, int]] = []
         self._has_run = False
 
@@ -99,10 +128,21 @@ class Sharder:
         self._has_run = True
 
     def before_micro_batch(self, *, is_last: bool) -> None:
-        """Synchronise ZeRO-0 and ZeRO-1 parts in this micro-batch only if it is the last."""
+        """Synchronise ZeRO-0 and ZeRO-1 parts, and sum replicas, in this micro-batch only if it is the last."""
         for module, zero in self.parts:
             if zero < 2:
                 cast("FSDPModule", module).set_requires_gradient_sync(is_last, recurse=False)
+        self.before_backward(is_last=is_last)
+
+    def before_backward(self, *, is_last: bool) -> None:
+        """Sum the replicas of ZeRO-2 and ZeRO-3 parts only in the last backward pass.
+
+        For ZeRO-1 the first reduction is the last one.
+        """
+        if self._sums_replicas_once:
+            for module, zero in self.parts:
+                if zero >= 2:
+                    cast("FSDPModule", module).set_requires_all_reduce(is_last, recurse=False)
 
     def after_backward(self) -> None:
         """Free gathered copies: after the optimizer's step they would be read though stale.

@@ -118,11 +118,17 @@ def search_model(
     if graph.updates_statistics:
         notes.append(
             "forward updates buffers, such as the statistics of a batch norm: once in every micro-batch, "
-            "by the samples of each data-parallel rank"
+            "as one device that runs the micro-batches of all data-parallel ranks in order"
         )
+    if graph.one_data_rank:
+        notes.append(f"{graph.one_data_rank}: one data-parallel rank")
     chosen = precision or default_precision(place)
     if chosen != "fp64" and any(p.dtype == float64 for p in model.parameters()):
         notes.append(f"the model has float64 parameters, which are trained in fp32: precision is {chosen}")
+    notes += [
+        f"{line}: the model's own checkpoint is not run; the plan decides what is recomputed"
+        for line in graph.checkpoints
+    ]
     if graph.not_separable:
         notes.append(
             f"{graph.not_separable}: the result is that of one device with the same micro-batches, "

@@ -1,10 +1,12 @@
 """Choose everything together: enumerate the outer choices, bound them, solve what may win, simulate, rank.
 
-The outer choices are devices used, pipeline degree, data-parallel degree and kind (replicated or sharded), micro-batch
-and schedule; micro-batches follow from the global batch. For each configuration an integer program chooses stage cuts,
-ZeRO stage and recomputation of every block (`planner.problem`). The program proposes, the simulator judges: every
-configuration whose bound lies within (1 + delta) of the last ranked one is solved and simulated, where delta is the
-largest difference of program and simulator seen on random plans (`tests/test_simulate.py` prints and asserts it).
+The outer choices are devices used, pipeline degree, data-parallel degree, over how many of its ranks parameters are
+sharded (none, all, or some: hybrid sharding), micro-batch and schedule; micro-batches follow from the global batch. For
+each configuration an integer program chooses stage cuts, ZeRO stage and recomputation of every block
+(`planner.problem`). The program proposes, the simulator judges: every configuration whose bound lies within (1 + delta)
+of the last ranked one is solved and simulated, where delta is the largest difference of program and simulator seen on
+random plans (`tests/test_simulate.py` prints and asserts it). Between shard degrees of one way to train the program
+decides alone: they run the same passes on the same stages.
 """
 
 import functools
@@ -15,7 +17,7 @@ from typing import Any
 
 import numpy as np
 
-from planner.bound import Bound, bound, compute_only, least_bytes, relax
+from planner.bound import Bound, bound, compute_only, relax
 from planner.cluster import Cluster
 from planner.costs import Costs, price
 from planner.errors import InfeasibleError, PlanError
@@ -23,9 +25,9 @@ from planner.graph import Batch, Graph
 from planner.plan import BlockPlan, InputSpec, Plan, Prediction, StagePlan
 from planner.problem import Choice, Problem, evaluate, formulate
 from planner.search.choices import Configuration, Pins, configurations
+from planner.search.shortfall import Attempt, why_nothing_fits
 from planner.simulate import Simulation, model_flop_utilisation, simulate
 from planner.solve import solve, solve_together
-from planner.units import format_bytes
 
 DELTA = 0.06  # program against simulator: see the module docstring
 GAP = 1e-3  # within a configuration, and of the final program
@@ -55,6 +57,18 @@ class Search:
 
     plans: tuple[Plan, ...]
     statistics: Statistics
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Limits:
+    """Weighted seconds that a bound must not exceed to be ranked."""
+
+    any_way: float  # the last ranked plan's, with the simulator's margin
+    by_way: dict[tuple[object, ...], float]  # the best by the program: it decides between degrees of hybrid sharding
+
+    def of(self, candidate: "_Candidate") -> float:
+        """The limit of one candidate."""
+        return min(self.any_way, self.by_way.get(candidate.configuration.way, math.inf))
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -126,6 +140,8 @@ class _Searcher:
         )  # fmt: skip
         if self.graph.couples_samples:
             found = [c for c in found if c.dp == 1 and c.num_microbatches == 1]
+        if self.graph.one_data_rank:
+            found = [c for c in found if c.dp == 1]
         if not found:
             raise PlanError(self._why_none())
         candidates = self._bounded(found)
@@ -134,6 +150,8 @@ class _Searcher:
             if not self.pins.settle_all:
                 raise InfeasibleError(self._least_memory(found))
             ignoring_memory = True
+            if self.pins.dp_shard is None:  # of hybrid sharding, only more ranks could help
+                found = [c for c in found if c.dp_shard in (1, c.dp)]
             candidates = self._bounded(found, ignoring_memory=True)
         candidates = self._solved(candidates)
         plans = self._ranked(candidates)
@@ -154,22 +172,30 @@ class _Searcher:
 
     def _check_pins(self) -> None:
         pins = self.pins
-        if pins.zero and (pins.dp == 1 or pins.devices == 1):
-            raise PlanError(f"zero={pins.zero} shards over data-parallel ranks, but dp is fixed to 1")
+        if pins.zero and 1 in (pins.dp, pins.devices, pins.dp_shard):
+            which = next(name for name in ("dp", "devices", "dp_shard") if getattr(pins, name) == 1)
+            raise PlanError(f"zero={pins.zero} shards over data-parallel ranks, but {which} is fixed to 1")
+        if pins.zero == 0 and (pins.dp_shard or 1) > 1:
+            raise PlanError(f"zero=0 keeps whole copies, but dp_shard={pins.dp_shard} shards; fix one of them")
+        if pins.dp is not None and pins.dp_shard is not None and pins.dp % pins.dp_shard:
+            raise PlanError(f"dp_shard={pins.dp_shard} is no divisor of dp={pins.dp}")
         if self.graph.fallbacks:
             if (pins.pp or 1) > 1:
                 raise PlanError(f"pp={pins.pp} needs a graph of the model, but {self.graph.fallbacks[0]}")
             if pins.recompute == "full":
                 raise PlanError(f"recompute=full needs a graph of the model, but {self.graph.fallbacks[0]}")
         if (pins.pp or 1) > 1 and self.graph.reads_updates:
-            raise PlanError(
-                f"pp={pins.pp} is not possible: {self.graph.reads_updates} reads a buffer that forward updates, which "
-                "a pipeline would change before the backward pass; leave pp out"
-            )
+            raise PlanError(f"pp={pins.pp} is not possible: {self.graph.reads_updates}; leave pp out")
+        if self.graph.one_data_rank:
+            for name in ("dp", "dp_shard"):
+                if (getattr(pins, name) or 1) > 1:
+                    raise PlanError(
+                        f"{name}={getattr(pins, name)} is not possible: {self.graph.one_data_rank}; leave {name} out"
+                    )
         if (pins.pp or 1) > len(self.graph.blocks):
             raise PlanError(f"pp={pins.pp} needs as many blocks, the model has {len(self.graph.blocks)}")
-        if (pins.dp or 1) > self.cluster.num_devices or (pins.pp or 1) > self.cluster.num_devices:
-            wanted = max(pins.dp or 1, pins.pp or 1)
+        wanted = max(pins.dp or 1, pins.dp_shard or 1, pins.pp or 1)
+        if wanted > self.cluster.num_devices:
             raise PlanError(f"the fixed choices need {wanted} devices, the cluster has {self.cluster.num_devices}")
 
     def _why_none(self) -> str:
@@ -179,7 +205,8 @@ class _Searcher:
                 "fix neither dp nor num_microbatches to more than 1"
             )
         fixed = ", ".join(f"{k}={v}" for k, v in asdict(self.pins).items() if v is not None)
-        parts = (self.pins.dp or 1) * (self.pins.micro_batch or 1) * (self.pins.num_microbatches or 1)
+        ranks = self.pins.dp or self.pins.dp_shard or 1
+        parts = ranks * (self.pins.micro_batch or 1) * (self.pins.num_microbatches or 1)
         if self.global_batch % parts:
             return (
                 f"a global batch of {self.global_batch} is not divisible by {parts} (fixed: {fixed}); "
@@ -226,38 +253,43 @@ class _Searcher:
         """
         weight = {c: c.devices if self.objective == "device-seconds" else 1 for c in found}
         ideal = {c: self._ideal_seconds(c) * weight[c] for c in found}
-        by_1f1b = {(c.pp, c.dp, c.sharded, c.micro_batch) for c in found if c.schedule == "1f1b" and c.pp > 1}
+        by_1f1b = {(c.pp, c.dp, c.dp_shard, c.micro_batch) for c in found if c.schedule == "1f1b" and c.pp > 1}
         able = [
             c for c in found
-            if not (c.schedule == "gpipe" and (c.pp, c.dp, c.sharded, c.micro_batch) in by_1f1b)
+            if not (c.schedule == "gpipe" and (c.pp, c.dp, c.dp_shard, c.micro_batch) in by_1f1b)
         ]  # fmt: skip
         able.sort(key=lambda c: (ideal[c], c))
         kept: list[_Candidate] = []
-        values: list[float] = []
         self.num_bounded = 0
         priced: list[_Candidate] = []
         for index, configuration in enumerate(able):
             self.progress("pricing", index, len(able))
             priced.append(self._candidate(configuration, ignoring_memory=ignoring_memory))
         priced.sort(key=lambda c: (c.lower, c.configuration))
+        limits = self._limits([])
         for index, candidate in enumerate(priced):
             self.progress("bounding", index, len(priced))
-            if candidate.lower > self._limit(values):
+            if candidate.lower > limits.any_way:
                 break
+            if candidate.lower > limits.of(candidate):
+                continue
             found_bound = relax(candidate.problem, gap=GAP)
             self.num_bounded += 1
             if not math.isfinite(found_bound.seconds):
                 continue
             improved = _with_bound(candidate, found_bound)
             kept.append(improved)
-            if math.isfinite(improved.value):
-                values = sorted([*values, improved.value])[: self.top]
-        limit = self._limit(values)
-        return [c for c in kept if c.lower <= limit]
+            limits = self._limits(kept)
+        return [c for c in kept if c.lower <= limits.of(c)]
 
-    def _limit(self, values: list[float]) -> float:
-        """Bounds above this cannot be ranked: the last ranked value, with the simulator's margin."""
-        return values[-1] * (1 + DELTA) if len(values) >= self.top else math.inf
+    def _limits(self, candidates: Iterable[_Candidate]) -> "_Limits":
+        """Bounds above these cannot be ranked: the last ranked value, and the best of the same way to train."""
+        best: dict[tuple[object, ...], float] = {}
+        for c in candidates:
+            if c.value < best.get(c.configuration.way, math.inf):
+                best[c.configuration.way] = c.value
+        last = sorted(best.values())[self.top - 1] if len(best) >= self.top else math.inf
+        return _Limits(any_way=last * (1 + DELTA), by_way=best)
 
     @functools.cached_property
     def _seconds_per_sample(self) -> float:
@@ -275,21 +307,29 @@ class _Searcher:
         queue = sorted(candidates, key=lambda c: (c.lower, c.configuration))
         for index, candidate in enumerate(queue):
             self.progress("solving", index, len(queue))
-            ready = sorted(c.value for c in [*done, *queue[index:]] if math.isfinite(c.value))[: self.top]
-            if candidate.lower > self._limit(ready):
+            limit = self._limits([*done, *queue[index + 1 :], candidate]).any_way
+            rivals = self._limits([*done, *queue[index + 1 :]]).by_way
+            limit = min(limit, rivals.get(candidate.configuration.way, math.inf))
+            if candidate.lower > limit:
                 continue
-            done.append(self._closed(candidate))
+            done.append(self._closed(candidate, limit))
         done = [c for c in done if c.choice is not None]
         if not done:
             raise InfeasibleError(self._least_memory([c.configuration for c in candidates]))
         return self._final_program(done)
 
-    def _closed(self, candidate: _Candidate) -> _Candidate:
-        """Bound and plan within GAP of each other, by the bound if it can, else by the integer program."""
+    def _closed(self, candidate: _Candidate, limit: float) -> _Candidate:
+        """Bound and plan within GAP of each other, by the bound if it can, else by the integer program.
+
+        Without a plan if none is faster than `limit`.
+        """
         if candidate.value - candidate.lower <= GAP * candidate.value:
             return candidate
         work = BOUND_WORK["long" if candidate.configuration.pp >= LONG_PIPELINE else "short"]
-        improved = _with_bound(candidate, bound(candidate.problem, gap=GAP, max_work=work))
+        cutoff = limit / candidate.weight
+        improved = _with_bound(candidate, bound(candidate.problem, cutoff=cutoff, gap=GAP, max_work=work))
+        if improved.lower > limit * (1 - GAP):
+            return replace(improved, choice=None, value=math.inf)
         if improved.value - improved.lower <= GAP * improved.value or not math.isfinite(improved.lower):
             return improved
         try:
@@ -331,13 +371,16 @@ class _Searcher:
         return [changed.get(id(c), c) for c in done]
 
     def _ranked(self, candidates: list[_Candidate]) -> list[Plan]:
-        """Simulated and sorted; equal times keep the order of configurations."""
+        """Simulated and sorted, the best of each way to train; equal times keep the order of configurations."""
         plans = []
         for candidate in sorted(candidates, key=lambda c: c.configuration):
             plan = self._plan(candidate)
             plans.append((plan.prediction.step_seconds * candidate.weight, candidate.configuration, plan))
         plans.sort(key=lambda row: (round(row[0], 12), row[1]))
-        return [plan for _, _, plan in plans]
+        best: dict[tuple[object, ...], Plan] = {}
+        for _, configuration, plan in plans:
+            best.setdefault(configuration.way, plan)
+        return list(best.values())
 
     def _plan(self, candidate: _Candidate) -> Plan:
         configuration, costs, choice = candidate.configuration, candidate.costs, candidate.choice
@@ -394,17 +437,14 @@ class _Searcher:
         counts.
         """
         by_size = sorted(found, key=lambda c: (-c.micro_batch, c))  # the last of equal keys, the smallest, stays
-        leanest = {(c.pp, c.dp, c.sharded, c.schedule): c for c in by_size}
-        needs = []
-        for configuration in leanest.values():
-            candidate = self._candidate(configuration, ignoring_memory=False)
-            beside = float(np.max(candidate.costs.stage_bytes))
-            needs.append((least_bytes(candidate.problem) + beside, configuration))
-        least, configuration = min(needs)
+        leanest = {(c.pp, c.dp, c.dp_shard, c.schedule): c for c in by_size}
+        candidates = [self._candidate(c, ignoring_memory=False) for c in sorted(leanest.values())]
+        attempts = [Attempt(str(c.configuration), c.costs, c.problem) for c in candidates]
+        fixed = ", ".join(f"{k}={v}" for k, v in asdict(self.pins).items() if v is not None)
         return (
-            f"{self.graph.name} does not fit on {self.cluster.name} with a global batch of {self.global_batch}: the "
-            f"leanest plan ({configuration}) needs {format_bytes(least)} on a device, which has "
-            f"{format_bytes(self.cluster.capacity_bytes)}; use more devices, larger ones, or a shorter sequence"
+            f"{self.graph.name} does not fit on {self.cluster.name} with a global batch of {self.global_batch}"
+            f"{f' and {fixed} fixed' if fixed else ''}: "
+            f"{why_nothing_fits(self.graph, self.cluster.capacity_bytes, attempts)}"
         )
 
 
