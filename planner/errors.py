@@ -11,6 +11,7 @@ The tree:
       - TimeLimitError    it was stopped before it found one
     - PlanError           a plan is corrupt, or made for another model or cluster
     - RunError            training by a plan failed
+      - CheckError        what would be trained is not what the eager module computes
 """
 
 
@@ -48,3 +49,7 @@ class PlanError(PlannerError):
 
 class RunError(PlannerError):
     """A training run that failed."""
+
+
+class CheckError(RunError):
+    """The lowered blocks do not compute what the user's eager module does."""

@@ -152,6 +152,8 @@ def _micro_batches(batch: Mapping[str, Tensor], chunks: int, dtype: torch.dtype 
         raise ValueError(f"{samples} samples are not {chunks} equal micro-batches")
     parts = {
         key: (value.to(dtype) if dtype is not None and value.is_floating_point() else value).chunk(chunks)
+        if isinstance(value, Tensor)
+        else (value,) * chunks
         for key, value in batch.items()
     }
     return [{key: values[i] for key, values in parts.items()} for i in range(chunks)]

@@ -3,7 +3,7 @@
 Nothing here imports planner: the reference process must not. The zoo's models are loaded from their source files.
 
 >>> sorted(MODELS)
-['gpt', 'gpt-tied', 'hf-bert', 'hf-gpt2', 'hf-llama', 'llama', 'resnet']
+['bert', 'gpt', 'gpt-tied', 'hf-bert', 'hf-gpt2', 'hf-llama', 'llama', 'moe', 'resnet', 't5', 'unet', 'vit']
 """
 
 import importlib.util
@@ -23,6 +23,7 @@ SEQUENCE = 12
 LAYERS = 4
 CLASSES = 10
 IMAGE = 48
+PIXELS = 8  # of an image whose every pixel is classified
 SEED = 1234
 
 
@@ -109,6 +110,47 @@ def _make_llama() -> nn.Module:
     return module
 
 
+def _make_moe() -> nn.Module:
+    zoo = zoo_module("llama")
+    module: nn.Module = zoo.Llama(
+        zoo.LlamaConfig(
+            layers=LAYERS, width=16, heads=4, key_value_heads=2, hidden=24, vocabulary=VOCABULARY, context=SEQUENCE,
+            experts=4,
+        )
+    )  # fmt: skip
+    return module
+
+
+def _make_bert() -> nn.Module:
+    zoo = zoo_module("bert")
+    module: nn.Module = zoo.BERT(
+        zoo.BERTConfig(layers=LAYERS, width=16, heads=2, context=SEQUENCE, vocabulary=VOCABULARY)
+    )
+    return module
+
+
+def _make_t5() -> nn.Module:
+    zoo = zoo_module("t5")
+    module: nn.Module = zoo.T5(
+        zoo.T5Config(
+            layers=LAYERS // 2, width=16, heads=2, head=6, hidden=40, vocabulary=VOCABULARY, buckets=8, max_distance=10
+        )
+    )
+    return module
+
+
+def _make_vit() -> nn.Module:
+    zoo = zoo_module("vit")
+    module: nn.Module = zoo.ViT(zoo.ViTConfig(layers=LAYERS, width=16, heads=2, patch=16, image=IMAGE, classes=CLASSES))
+    return module
+
+
+def _make_unet() -> nn.Module:
+    zoo = zoo_module("unet")
+    module: nn.Module = zoo.UNet(zoo.UNetConfig(levels=3, channels=4, inputs=3, classes=CLASSES, image=PIXELS))
+    return module
+
+
 def _make_resnet() -> nn.Module:
     zoo = zoo_module("resnet")
     module: nn.Module = zoo.ResNet(zoo.ResNetConfig(blocks=(2, 1, 1, 1), channels=4, classes=CLASSES, image=IMAGE))
@@ -179,6 +221,20 @@ def _tokens(samples: int, generator: torch.Generator) -> dict[str, Tensor]:
     return {"input_ids": drawn[:, :-1].contiguous(), "labels": drawn[:, 1:].contiguous()}
 
 
+def _masked_tokens(samples: int, generator: torch.Generator) -> dict[str, Tensor]:
+    """A third of the tokens is to be filled in, as many in every sample."""
+    tokens = _tokens(samples, generator)["input_ids"]
+    masked = torch.rand(samples, SEQUENCE, generator=generator).argsort(dim=1) < SEQUENCE // 3
+    return {"input_ids": tokens.where(~masked, 0), "labels": tokens.where(masked, -100)}
+
+
+def _pixels(samples: int, generator: torch.Generator) -> dict[str, Tensor]:
+    return {
+        "images": torch.randn(samples, 3, PIXELS, PIXELS, generator=generator),
+        "labels": torch.randint(CLASSES, (samples, PIXELS, PIXELS), generator=generator),
+    }
+
+
 def _images(samples: int, generator: torch.Generator) -> dict[str, Tensor]:
     return {
         "images": torch.randn(samples, 3, IMAGE, IMAGE, generator=generator),
@@ -190,6 +246,11 @@ MODELS: Mapping[str, TestModel] = {
     "gpt": TestModel(make=partial(_make_gpt, tied=False), batch=_tokens),
     "gpt-tied": TestModel(make=partial(_make_gpt, tied=True), batch=_tokens),
     "llama": TestModel(make=_make_llama, batch=_tokens),
+    "moe": TestModel(make=_make_moe, batch=_tokens),
+    "bert": TestModel(make=_make_bert, batch=_masked_tokens),
+    "t5": TestModel(make=_make_t5, batch=_tokens),
+    "vit": TestModel(make=_make_vit, batch=_images),
+    "unet": TestModel(make=_make_unet, batch=_pixels),
     "resnet": TestModel(make=_make_resnet, batch=_images, has_batch_norm=True),
     "hf-gpt2": TestModel(make=_make_hf_gpt2, batch=_tokens, needs_float64_mode=True),
     "hf-llama": TestModel(make=_make_hf_llama, batch=_tokens, needs_float64_mode=True),

@@ -34,6 +34,16 @@ class Two(nn.Module):
         hidden = self.first(x)
         return self.second(hidden).square().mean()
 
+class Branches(Two):
+    def forward(self, x):
+        hidden = self.first(x)
+        if hidden.sum() > 0:
+            hidden = -hidden
+        return self.second(hidden).square().mean()
+
+def branches():
+    return Branches(), torch.randn(2, 8)
+
 def good():
     print("noise on stdout")
     return Two(), torch.randn(2, 8)
@@ -97,9 +107,9 @@ def _left(folder):
         (["gpt2", "--cluster", "none/x.toml"], "none/x.toml: cannot be read: No such file"),
         (["none.py:make", *ON_A100S], "there is no file none.py"),
         (["config.json", *ON_A100S], "there is no file config.json"),
-        (["own.py", *ON_A100S], "own.py names no factory; write own.py:NAME, where the file offers ends, good"),
-        (["own.py:value", *ON_A100S], "own.py has no factory 'value'; it offers ends, good"),
-        (["own.py:raises", *ON_A100S], r"the factory raises ValueError: no weights here \(.*own.py:26\)"),
+        (["own.py", *ON_A100S], "own.py names no factory; write own.py:NAME, where the file offers branches, ends"),
+        (["own.py:value", *ON_A100S], "own.py has no factory 'value'; it offers branches, ends"),
+        (["own.py:raises", *ON_A100S], r"the factory raises ValueError: no weights here \(.*own.py:36\)"),
         (["own.py:ends", *ON_A100S], "the model's code ends the program with exit code 3"),
         (["own.py:nothing", *ON_A100S], r"own.py:nothing: the factory returns None; it must return \(model, batch\)"),
         (["own.py:narrow", *ON_A100S], r"own.py:1[34]\b.*\[2, 9\]"),
@@ -108,7 +118,7 @@ def _left(folder):
         (["own.py:no_loss", *ON_A100S], r"the model returns a tensor of shape .*; return a scalar loss"),
         (["mlp-tiny", "--cluster", A100S, "--global-batch", 7, "--fix", "dp=2"], "7 is not divisible by 2 .*use a"),
         (["mlp-tiny", *ON_A100S, "--fix", "devices=8,dp=3"], "64 is not divisible by 3"),
-        (["mlp-tiny", *ON_A100S, "--fix", "foo=1"], "'foo' is none of pp, dp, tp, zero"),
+        (["mlp-tiny", *ON_A100S, "--fix", "foo=1"], "'foo' is none of pp, dp, dp_shard, tp, zero"),
         (["mlp-tiny", *ON_A100S, "--fix", "dp"], "'dp' has no value"),
         (["mlp-tiny", *ON_A100S, "--fix", "dp=2,dp=4"], "dp is fixed twice"),
         (["mlp-tiny", *ON_A100S, "--fix", "dp=²"], "dp must be a whole number"),
@@ -146,7 +156,7 @@ def test_a_cluster_on_which_nothing_fits_says_the_least_memory(cli, folder):
 
     assert re.match(
         r"gpt3-175b does not fit on 1x2xA10G with a global batch of 2: the leanest plan \(.*\) needs [\d.]+ [GT]iB on "
-        r"a device, which has [\d.]+ GiB; use more devices",
+        r"a device, which has [\d.]+ GiB; .*use more devices",
         message,
     )
     assert _left(folder) == set()
@@ -352,6 +362,49 @@ def test_models(cli):
     assert "there is no model 'gpt-2' in the zoo; did you mean gpt2" in cli.error("models", "gpt-2")
 
 
+def test_trace_prints_a_table_or_json(cli):
+    text = cli("trace", "gpt-tiny", "--device", "cpu").out
+    data = cli("trace", "gpt-tiny", "--device", "cpu", "--json").json
+
+    assert text.startswith("gpt-tiny: 875 k parameters, 6 blocks of 3 classes, fp32\n")
+    assert re.search(r"^4 +blocks.0 .. blocks.3 +B", text, re.M)
+    assert data["precision"] == "fp32"
+    assert [c["blocks"] for c in data["classes"]] == [1, 4, 1]
+    assert data["attention"]["causal"] == 4
+
+
+def test_trace_of_a_model_without_a_graph_is_an_answer(cli, folder):
+    outcome = cli("trace", "own.py:branches")
+    data = cli("trace", "own.py:branches", "--json").json
+
+    assert outcome.code == 0
+    assert "no graph: " in outcome.out
+    assert not data["has_graph"]
+    assert re.search(r"own\.py:\d+$", data["fallbacks"][0]["source"])
+    assert _left(folder) == set()
+
+
+def test_trace_keeps_what_a_model_prints_off_its_json(cli, folder):
+    outcome = cli("trace", "own.py:good", "--json")
+
+    assert outcome.code == 0
+    assert outcome.json["parameters"]["total"] == 2 * 72
+    assert "noise on stdout" in outcome.err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["gpt-2"], "there is no model 'gpt-2'; did you mean gpt2 or"),
+        (["own.py:narrow"], r"own.py:1[34]\b.*\[2, 9\]"),
+        (["own.py:no_loss"], r"the model returns a tensor of shape .*; return a scalar loss"),
+        (["gpt2", "--seq", 4096], "gpt2 has learned positions for 1024 tokens, 4096 do not fit"),
+    ],
+)
+def test_trace_refuses_in_one_line(cli, folder, arguments, message):
+    assert re.search(message, cli.error("trace", *arguments))
+
+
 def test_clusters(cli):
     names = cli("cluster", "--json").json
     data = cli("cluster", A100S, "--json").json
@@ -420,10 +473,24 @@ def test_the_options_are_frozen():
 
     assert found == {
         "plan": sorted([*always, *planning, "--cluster", "--out", "--top", "MODEL"]),
+        "trace": sorted([*always, "--device", "--precision", "--seq", "MODEL"]),
         "show": sorted([*always, "PLAN"]),
         "diff": sorted([*always, "OTHER", "PLAN"]),
         "run": sorted(
-            [*always, *planning, "--cluster", "--data", "--lr", "--nproc", "--plan", "--seed", "--steps", "MODEL"]
+            [
+                *always,
+                *planning,
+                "--cluster",
+                "--data",
+                "--lr",
+                "--no-check",
+                "--nproc",
+                "--plan",
+                "--seed",
+                "--steps",
+                "--weights",
+                "MODEL",
+            ]
         ),
         "models": sorted([*always, "NAME"]),
         "cluster": sorted([*always, "--nproc", "NAME"]),

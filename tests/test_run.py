@@ -9,6 +9,7 @@ import sys
 import tempfile
 import time
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ import torch
 from planner.errors import PlannerError
 from planner.runtime import launch as launch_module
 from planner.runtime import worker
+from planner.zoo.text import text_batch
 from tests.command_line import TWO_CORES, CommandLine
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -165,6 +167,46 @@ def test_a_hugging_face_config_trains_on_text(cli, folder):
 
     assert result["plan"]["model"] == "small"
     assert result["losses"][-1] < result["losses"][0] < 6
+
+
+def test_training_starts_from_weights_on_disk(cli, folder, capsys):
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    config = GPT2Config(
+        vocab_size=256, n_positions=32, n_embd=32, n_layer=2, n_head=2, resid_pdrop=0.0, embd_pdrop=0.0,
+        attn_pdrop=0.0, bos_token_id=0, eos_token_id=0,
+    )  # fmt: skip
+    model = GPT2LMHeadModel(config)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.mul_(0.5)
+    model.save_pretrained(folder / "mine", max_shard_size="30KB")
+    assert len(list((folder / "mine").glob("*.safetensors"))) > 1
+    capsys.readouterr()  # the library's progress bar
+    alone, both = (
+        _train(cli, "mine", *ON_TWO, "--steps", 2, "--fix", fix, "--weights", "mine")["losses"]
+        for fix in ("devices=1", "dp=2,zero=3")
+    )
+
+    batch = text_batch(0, 8, 32, 0)["input_ids"]
+    assert alone[0] == pytest.approx(model(input_ids=batch, labels=batch.clone()).loss.item(), rel=1e-5)
+    assert both == pytest.approx(alone, rel=1e-5)
+    said = cli.error("run", "gpt-tiny", *ON_TWO, "--json", "--weights", "mine")
+    assert said.startswith("the weights in mine are not those of this model: 53 of 53 names missing (tokens.weight,")
+    assert "no weights no/such" in cli.error("run", "gpt-tiny", *ON_TWO, "--json", "--weights", "no/such")
+
+
+def test_a_large_model_is_built_on_meta(folder, monkeypatch):
+    job = worker.Job(model="gpt-tiny", steps=1, seed=0, learning_rate=1.0)
+    assert not next(worker.load_to_train(job).module.parameters()).is_meta
+
+    monkeypatch.setattr(worker, "_LARGE_MODEL_PARAMETERS", 1000)
+    loaded = worker.load_to_train(job)
+
+    assert next(loaded.module.parameters()).is_meta
+    assert isinstance(loaded.batch, dict)
+    assert not loaded.batch["input_ids"].is_meta
+    assert not next(worker.load_to_train(replace(job, model="own.py:make")).module.parameters()).is_meta
 
 
 def test_a_factory_trains_on_the_users_own_data(cli, folder):

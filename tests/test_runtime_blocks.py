@@ -58,7 +58,7 @@ def run(stage: Stage, graph: Graph, batch: dict[str, Tensor]) -> Tensor:
 
 
 @pytest.mark.parametrize("micro_batch", [1, 3])
-@pytest.mark.parametrize("name", ["gpt", "gpt-tied", "resnet", "hf-gpt2"])
+@pytest.mark.parametrize("name", ["gpt", "gpt-tied", "resnet", "hf-gpt2", "bert", "t5", "vit", "unet", "moe"])
 def test_blocks_in_sequence_give_the_eager_loss_and_gradients(name: str, micro_batch: int) -> None:
     model, graph = build(name), graph_of(name)
     eager = copy.deepcopy(model)

@@ -13,8 +13,8 @@ pytestmark = pytest.mark.distributed
 
 BLOCKS = 6  # of the test GPT
 M = 3
-# Of each step besides ZeRO's: the counts of valid targets, and loss with gradient norm.
-OWN = 2
+# Of each step besides ZeRO's: the samples of every rank, the counts of valid targets, and loss with gradient norm.
+OWN = 3
 
 
 @pytest.fixture(scope="module")
@@ -53,6 +53,14 @@ def test_a_padded_shard_holds_what_memory_predicts(four: RankPool, zero: int) ->
         assert found["moments"]["last"] == expected(found, 4, "fp64", "last")
 
 
+@pytest.mark.parametrize("precision", ["fp64", "bf16"])
+@pytest.mark.parametrize("zero", [1, 2, 3])
+def test_hybrid_sharding_holds_what_its_shard_degree_predicts(four: RankPool, zero: int, precision: str) -> None:
+    for found in four.run(held_and_collectives, Kind(name="", dp=4, shards=2, zero=(zero,)), precision, M):
+        assert found["moments"]["between"] == expected(found, 2, precision, "between")
+        assert found["moments"]["last"] == expected(found, 2, precision, "last")
+
+
 @pytest.mark.parametrize("zero", [0, 1, 2, 3])
 def test_a_block_of_a_pipeline_holds_what_memory_predicts(four: RankPool, zero: int) -> None:
     last_stage = four.run(held_and_collectives, Kind(name="", pp=2, dp=2, zero=(zero,)), "fp64", M)[2:]
@@ -77,6 +85,19 @@ def test_a_block_of_a_pipeline_holds_what_memory_predicts(four: RankPool, zero: 
 def test_a_step_communicates_as_often_as_its_zero_stage_says(two: RankPool, zero: int, counts: dict[str, int]) -> None:
     for found in two.run(held_and_collectives, Kind(name="", dp=2, zero=(zero,)), "fp64", M):
         assert found["collectives"] == counts
+
+
+@pytest.mark.parametrize(
+    ("zero", "counts"),
+    [
+        (1, {"allgather_base": BLOCKS, "reduce_scatter_base": BLOCKS}),
+        (2, {"allgather_base": BLOCKS, "reduce_scatter_base": BLOCKS * M}),
+        (3, {"allgather_base": 2 * BLOCKS * M, "reduce_scatter_base": BLOCKS * M}),
+    ],
+)
+def test_hybrid_sharding_sums_replicas_once_a_step(four: RankPool, zero: int, counts: dict[str, int]) -> None:
+    for found in four.run(held_and_collectives, Kind(name="", dp=4, shards=2, zero=(zero,)), "fp64", M):
+        assert found["collectives"] == counts | {"allreduce": BLOCKS + OWN}
 
 
 @pytest.mark.parametrize(

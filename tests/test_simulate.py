@@ -113,7 +113,9 @@ def test_the_bubble_of_even_stages_is_the_known_one(schedule):
     assert result.bubble == pytest.approx(3 / (12 + 3))
 
 
-@pytest.mark.parametrize("mesh", [Mesh(), Mesh(dp_shard=8), Mesh(pp=2, dp_shard=8), Mesh(pp=2, dp_replicate=4)])
+@pytest.mark.parametrize(
+    "mesh", [Mesh(), Mesh(dp_shard=8), Mesh(pp=2, dp_replicate=2, dp_shard=4), Mesh(pp=2, dp_replicate=4)]
+)
 @pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])
 def test_the_parts_add_up_to_the_step(mesh, schedule):
     costs = priced(gpt_graph(tied=True), mesh=mesh, schedule=schedule)
@@ -140,7 +142,7 @@ def test_gradients_of_a_tied_parameter_wait_for_both_stages():
 
 
 def test_stages_hold_no_more_than_the_program_believes():
-    for mesh in (Mesh(dp_shard=8), Mesh(pp=3, dp_shard=4), Mesh(pp=3, dp_replicate=4)):
+    for mesh in (Mesh(dp_replicate=2, dp_shard=8), Mesh(pp=3, dp_shard=4), Mesh(pp=3, dp_replicate=4)):
         for schedule in ("gpipe", "1f1b"):
             costs = priced(mesh=mesh, schedule=schedule)
             for strategy in range(len(costs.strategies)):
@@ -214,7 +216,7 @@ def synthetic(num_stages, num_blocks, m, schedule):
         reduce_seconds=none, optimizer_seconds=none, tie_seconds=none, state_bytes=none, activation_bytes=none,
         transient_bytes=none, working=Working(**dict.fromkeys(names, none)), hop_seconds=np.zeros(num_blocks - 1),
         hop_bytes=np.zeros(num_blocks - 1), prelude_seconds=0.0, pass_seconds=0.0, prelude_bytes=0.0, input_bytes=0.0,
-        norm_seconds=0.0,
+        unused_bytes=0.0, norm_seconds=0.0,
         in_flight=np.array([in_flight(schedule, p, num_stages, m) for p in range(num_stages)]), capacity=1.0,
         tie_groups=(),
     )  # fmt: skip

@@ -1,10 +1,13 @@
 """Executable modules from a `Graph`: one per block, one for the prelude, and the stage that runs them.
 
 The undecomposed nodes run in the graph's order, in-place ones included. Parameters and buffers are
-the very objects they are given, under the model's own dotted names; sizes are those of one
-micro-batch, devices the rank's own.
+the very objects they are given, under the model's own dotted names; devices are the rank's own.
+
+A module has a program for every graph of the model (another sequence length, evaluation): generated code over the same
+registered parameters, for any number of samples.
 """
 
+import operator
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -16,7 +19,9 @@ import torch
 from torch import fx, nn
 from torch.utils.checkpoint import checkpoint
 
-from planner.graph import Batch, Block, Graph, Node, reads
+from planner.graph import Arg, Batch, Block, Graph, Node, reads
+from planner.runtime.random import Draw, Draws
+from planner.trace import MEAN_LOSSES
 from planner.trace.aten import materialize, run_nodes, torch_operator
 
 # Below this child a lowered module keeps the model's own names: a child of the model called `graph`
@@ -24,6 +29,8 @@ from planner.trace.aten import materialize, run_nodes, torch_operator
 _PREFIX = "model"
 # What checkpoint raises inside a block to end a recomputation early.
 _CHECKPOINT_STOP = "_StopRecomputationError"
+WEIGHTS = -1  # among inputs: the weights of a micro-batch, which are no tensor of the graph
+_SUM = 2  # the reduction of ATen's losses
 
 
 def shape_of(graph: Graph, tensor: int, micro_batch: int) -> tuple[int, ...]:
@@ -48,11 +55,41 @@ def constant(graph: Graph, tensor: int, device: torch.device) -> torch.Tensor:
     return torch.frombuffer(bytearray(data), dtype=dtype).reshape(shape).clone().to(device)
 
 
+@dataclass(frozen=True, eq=False, slots=True, kw_only=True)
+class Program:
+    """Code for a run of nodes: tensors in (the order of `inputs`), a tuple of tensors out.
+
+    `sites` are where the parameters and buffers that it reads are registered, by tensor: (module, attribute);
+    `mutated` those of them that it writes. `sources` are the nodes by the name of the generated variable.
+    """
+
+    inputs: tuple[int, ...]
+    outputs: tuple[int, ...]
+    code: fx.GraphModule
+    sites: Mapping[int, tuple[nn.Module, str]]
+    constants: tuple[torch.Tensor, ...]
+    mutated: tuple[int, ...]
+    sources: Mapping[str, Node]
+    is_random: bool
+
+    def __call__(self, args: Sequence[torch.Tensor], micro_batch: int, draws: Draws | None) -> tuple[torch.Tensor, ...]:
+        """The outputs, with the parameters and buffers that are registered now."""
+        attributes = [getattr(module, leaf) for module, leaf in self.sites.values()]
+        result: tuple[torch.Tensor, ...] = self.code.forward(micro_batch, draws, *args, *attributes, *self.constants)
+        return result
+
+    def value(self, tensor: int) -> torch.Tensor:
+        """The object that is registered now for a parameter or buffer."""
+        module, leaf = self.sites[tensor]
+        found: torch.Tensor = getattr(module, leaf)
+        return found
+
+
 class Lowered(nn.Module):
-    """A run of nodes as a module: tensors in (the order of `inputs`), a tuple of tensors out.
+    """A run of nodes as a module: the owner of the parameters and buffers that the nodes read.
 
     `attributes` are the real tensors of parameters, buffers and constants that the nodes read and
-    that are not among the inputs.
+    that are not among the inputs. It runs for `micro_batch` samples unless it is told otherwise.
     """
 
     def __init__(
@@ -69,128 +106,283 @@ class Lowered(nn.Module):
     ) -> None:
         super().__init__()
         self.name = name
-        self.inputs = tuple(inputs)
-        self.outputs = tuple(outputs)
-        self.is_random = any(graph.nodes[i].is_random for i in nodes)
-        self.sources: dict[str, Node] = {}  # name of a generated variable -> node that makes it
-        self.body, targets = self._generate(graph, nodes, attributes, micro_batch, device)
-        written = {t for i in nodes for t in graph.nodes[i].mutates}
-        self.sites = {tensor: (self.body.get_submodule(path), leaf) for tensor, (path, leaf) in targets.items()}
-        self.mutated = tuple(
-            t for t, (module, leaf) in sorted(self.sites.items()) if t in written and leaf in module._buffers
-        )
+        self.micro_batch = micro_batch
+        self.device = device
+        self.add_module(_PREFIX, nn.Module())
+        self.program = self.compile(graph, nodes, inputs=inputs, outputs=outputs, attributes=attributes)
 
-    def forward(self, *args: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        """The outputs. An error carries a note with the user's own source line."""
-        try:
-            result: tuple[torch.Tensor, ...] = self.body.forward(*args)
-        except Exception as error:
-            if type(error).__name__ != _CHECKPOINT_STOP:
-                self._explain(error)
-            raise
-        return result
+    @property
+    def inputs(self) -> tuple[int, ...]:
+        """What the first program reads."""
+        return self.program.inputs
+
+    @property
+    def outputs(self) -> tuple[int, ...]:
+        """What the first program makes."""
+        return self.program.outputs
+
+    @property
+    def is_random(self) -> bool:
+        """Whether the first program draws random numbers."""
+        return self.program.is_random
+
+    @property
+    def sites(self) -> Mapping[int, tuple[nn.Module, str]]:
+        """Where the parameters and buffers of the first program are registered."""
+        return self.program.sites
+
+    @property
+    def mutated(self) -> tuple[int, ...]:
+        """The buffers that the first program writes."""
+        return self.program.mutated
 
     def value(self, tensor: int) -> torch.Tensor:
-        """The object that is registered now for a parameter, buffer or constant."""
-        module, leaf = self.sites[tensor]
-        found: torch.Tensor = getattr(module, leaf)
-        return found
+        """The object that is registered now for a parameter or buffer of the first program."""
+        return self.program.value(tensor)
 
-    @contextmanager
-    def buffers_as_before(self, before: Mapping[int, torch.Tensor]) -> Iterator[None]:
-        """Within it the buffers this module writes are copies of `before`; after it, themselves.
+    def forward(
+        self,
+        *args: torch.Tensor,
+        draws: Draws | None = None,
+        program: Program | None = None,
+        micro_batch: int | None = None,
+    ) -> tuple[torch.Tensor, ...]:
+        """The outputs of `program`, or of the first. An error carries a note with the user's own source line.
 
-        A recomputed forward must see what the first one saw, must not count twice, and what it
-        saves for backward must not change when it ends: so the objects are exchanged, not values.
+        Random operators take their numbers from `draws`; without it from torch's generator, as the plain module does.
         """
-        own = {tensor: self.value(tensor) for tensor in before}
-        self._register({tensor: value.clone() for tensor, value in before.items()})
+        program = program or self.program
         try:
-            yield
-        finally:
-            self._register(own)
+            return program(args, self.micro_batch if micro_batch is None else micro_batch, draws)
+        except Exception as error:
+            if type(error).__name__ != _CHECKPOINT_STOP:
+                self._explain(error, program)
+            raise
 
-    def snapshot(self) -> dict[int, torch.Tensor]:
-        """Copies of the buffers that this module writes."""
-        return {tensor: self.value(tensor).detach().clone() for tensor in self.mutated}
-
-    def _register(self, buffers: Mapping[int, torch.Tensor]) -> None:
-        for tensor, value in buffers.items():
-            module, leaf = self.sites[tensor]
-            module._buffers[leaf] = value
-
-    def _generate(
+    def compile(  # type: ignore[override] # torch's own compiles the module in place
         self,
         graph: Graph,
         nodes: Sequence[int],
+        *,
+        inputs: Sequence[int],
+        outputs: Sequence[int],
         attributes: Mapping[int, torch.Tensor],
-        micro_batch: int,
-        device: torch.device,
-    ) -> tuple[fx.GraphModule, dict[int, tuple[str, str]]]:
-        """The generated module, and where each attribute is registered in it: (path, leaf)."""
-        code = fx.Graph()
-        env: dict[int, fx.Node] = {}
-        owned: dict[str, torch.Tensor] = {}
-        targets: dict[int, tuple[str, str]] = {}
-        for tensor in self.inputs:
-            env[tensor] = code.placeholder(f"in_{tensor}")
+    ) -> Program:
+        """Code for `nodes`; what it reads is registered here where it is not yet.
 
-        def attribute(tensor: int) -> None:
-            """Read an attribute where it is first needed."""
+        With `WEIGHTS` among the inputs the loss terms and divisors of the graph are weighed.
+        """
+        read = _read_from_outside(graph, nodes, inputs, outputs)
+        sites: dict[int, tuple[nn.Module, str]] = {}
+        constants: dict[int, torch.Tensor] = {}
+        for tensor in read:
             described = graph.tensors[tensor]
-            named = described.kind in ("parameter", "buffer")
-            target = f"{_PREFIX}.{described.name}" if named else f"constant_{tensor}"
-            owned[target] = attributes[tensor]
-            path, _, leaf = target.rpartition(".")
-            targets[tensor] = (path, leaf)
-            env[tensor] = code.get_attr(target)
-            if attributes[tensor].ndim > len(described.shape):  # a stored scalar
-                env[tensor] = code.call_function(torch.ops.aten.reshape.default, (env[tensor], []))
+            if described.kind in ("parameter", "buffer"):
+                sites[tensor] = self._registered(described.name, tensor, attributes)
+            else:
+                constants[tensor] = attributes[tensor]
+        scalars = [t for t, (m, leaf) in sites.items() if getattr(m, leaf).ndim > len(graph.tensors[t].shape)]
+        code, sources = _generate(graph, nodes, inputs, outputs, [*sites, *constants], scalars, self.device)
+        written = {t for i in nodes for t in graph.nodes[i].mutates}
+        return Program(
+            inputs=tuple(inputs),
+            outputs=tuple(outputs),
+            code=code,
+            sites=sites,
+            constants=tuple(constants.values()),
+            mutated=tuple(t for t, (module, leaf) in sorted(sites.items()) if t in written and leaf in module._buffers),
+            sources=sources,
+            is_random=any(graph.nodes[i].is_random for i in nodes),
+        )
 
-        for index in nodes:
-            node = graph.nodes[index]
-            for tensor in reads(node):
-                if tensor not in env:
-                    attribute(tensor)
-            operands = cast("Mapping[int, torch.Tensor]", env)
-            call = code.call_function(
-                torch_operator(node.op),
-                tuple(materialize(a, operands, micro_batch, device) for a in node.args),  # type: ignore[misc]
-                {k: materialize(a, operands, micro_batch, device) for k, a in node.kwargs},  # type: ignore[misc]
-            )
-            self.sources[call.name] = node
-            for position, tensor_or_none in enumerate(node.outputs):
-                if tensor_or_none is None:
-                    continue
-                if node.returns_list:
-                    item = code.call_function(_getitem, (call, position))
-                    self.sources[item.name] = node
-                    env[tensor_or_none] = item
-                else:
-                    env[tensor_or_none] = call
-        for tensor in self.outputs:
-            if tensor not in env:  # a parameter, buffer or constant that is passed on as it is
-                attribute(tensor)
-        code.output(tuple(env[tensor] for tensor in self.outputs))
-        with _without_lint_warnings():
-            return fx.GraphModule(cast("dict[str, Any]", owned), code), targets
+    def _registered(self, name: str, tensor: int, attributes: Mapping[int, torch.Tensor]) -> tuple[nn.Module, str]:
+        """Where the parameter or buffer `name` is registered, after doing so if it is not."""
+        *path, leaf = name.split(".")
+        module = self.get_submodule(_PREFIX)
+        for child in path:
+            if child not in module._modules:
+                module.add_module(child, nn.Module())
+            module = module.get_submodule(child)
+        if leaf not in module._parameters and leaf not in module._buffers:
+            value = attributes[tensor]
+            if isinstance(value, nn.Parameter):
+                module.register_parameter(leaf, value)
+            else:
+                module.register_buffer(leaf, value)
+        return module, leaf
 
-    def _explain(self, error: Exception) -> None:
+    def _explain(self, error: Exception, program: Program) -> None:
         """Note on `error` which of the user's lines failed."""
-        found = self._failed_node(error.__traceback__)
+        found = _failed_node(error.__traceback__, program)
         if found is not None:
             error.add_note(f"in block {self.name}, {found.source} (operator {found.op})")
 
-    def _failed_node(self, trace: TracebackType | None) -> Node | None:
-        """The node whose generated line is on the traceback."""
-        function = getattr(self.body.forward, "__func__", None)
-        lines = self.body.code.split("\n")
-        while trace is not None:
-            if function is not None and trace.tb_frame.f_code is function.__code__:
-                line = lines[trace.tb_lineno - 1] if trace.tb_lineno <= len(lines) else ""
-                return self.sources.get(line.split("=")[0].split(":")[0].strip())
-            trace = trace.tb_next
-        return None
+
+def _failed_node(trace: TracebackType | None, program: Program) -> Node | None:
+    """The node whose generated line is on the traceback."""
+    function = getattr(program.code.forward, "__func__", None)
+    lines = program.code.code.split("\n")
+    while trace is not None:
+        if function is not None and trace.tb_frame.f_code is function.__code__:
+            line = lines[trace.tb_lineno - 1] if trace.tb_lineno <= len(lines) else ""
+            return program.sources.get(line.split("=")[0].split(":")[0].strip())
+        trace = trace.tb_next
+    return None
+
+
+@contextmanager
+def buffers_as_before(program: Program, before: Mapping[int, torch.Tensor]) -> Iterator[None]:
+    """Within it the buffers that a program writes are copies of `before`; after it, themselves.
+
+    A recomputed forward must see what the first one saw, must not count twice, and what it
+    saves for backward must not change when it ends: so the objects are exchanged, not values.
+    """
+    own = {tensor: program.value(tensor) for tensor in before}
+    _exchange(program, {tensor: value.clone() for tensor, value in before.items()})
+    try:
+        yield
+    finally:
+        _exchange(program, own)
+
+
+def _exchange(program: Program, buffers: Mapping[int, torch.Tensor]) -> None:
+    for tensor, value in buffers.items():
+        module, leaf = program.sites[tensor]
+        module._buffers[leaf] = value
+
+
+def _read_from_outside(graph: Graph, nodes: Sequence[int], inputs: Sequence[int], outputs: Sequence[int]) -> list[int]:
+    """Tensors that the nodes read, or pass on, and that are neither inputs nor made by them."""
+    known = set(inputs)
+    result: dict[int, None] = {}
+    for index in nodes:
+        result |= dict.fromkeys(t for t in reads(graph.nodes[index]) if t not in known)
+        known.update(t for t in graph.nodes[index].outputs if t is not None)
+    return [*(result | dict.fromkeys(t for t in outputs if t not in known))]
+
+
+class _Samples:
+    """The number of samples while code is generated: `3 * samples` is a variable of it, `3.0 * samples` another."""
+
+    def __init__(self, code: fx.Graph) -> None:
+        self._code = code
+        self._samples = code.placeholder("micro_batch")
+        self._made: dict[tuple[type, float], fx.Node] = {(int, 1): self._samples}
+
+    def __rmul__(self, per_sample: float) -> fx.Node:
+        key = (type(per_sample), per_sample)  # 3 equals 3.0
+        if key not in self._made:
+            self._made[key] = self._code.call_function(operator.mul, (self._samples, per_sample))
+        return self._made[key]
+
+
+def _generate(
+    graph: Graph,
+    nodes: Sequence[int],
+    inputs: Sequence[int],
+    outputs: Sequence[int],
+    attributes: Sequence[int],
+    scalars: Sequence[int],
+    device: torch.device,
+) -> tuple[fx.GraphModule, dict[str, Node]]:
+    """A function (number of samples, draws, inputs, attributes), and the nodes by generated variable.
+
+    `scalars` are attributes without dims that are stored with one.
+    """
+    code = fx.Graph()
+    samples = _Samples(code)
+    draws = code.placeholder("draws")
+    env: dict[int, fx.Node] = {}
+    sources: dict[str, Node] = {}
+    modules: dict[str, nn.Module] = {}
+    for tensor in inputs:
+        env[tensor] = code.placeholder("weights" if tensor == WEIGHTS else f"in_{tensor}")
+    for tensor in attributes:
+        env[tensor] = code.placeholder(f"attribute_{tensor}")
+    for tensor in scalars:
+        env[tensor] = code.call_function(torch.ops.aten.reshape.default, (env[tensor], []))
+    weighed = _Weighed(graph, env[WEIGHTS]) if WEIGHTS in env else None
+    for index in nodes:
+        node = graph.nodes[index]
+        if node.is_random:
+            draw = Draw(graph, index, device=device)
+            modules[f"draw_{index}"] = draw
+            call = code.call_module(f"draw_{index}", (draws, 1 * samples, *(env[t] for t in draw.operands)))
+        else:
+            operands = cast("Mapping[int, torch.Tensor]", env)
+            args, kwargs = node.args, node.kwargs
+            if weighed is not None:
+                args, kwargs = weighed.arguments(node)
+            call = code.call_function(
+                torch_operator(node.op),
+                tuple(materialize(a, operands, cast("int", samples), device) for a in args),  # type: ignore[misc]
+                {k: materialize(a, operands, cast("int", samples), device) for k, a in kwargs},  # type: ignore[misc]
+            )
+        sources[call.name] = node
+        for position, tensor_or_none in enumerate(node.outputs):
+            if tensor_or_none is None:
+                continue
+            item = call
+            if node.returns_list:
+                item = code.call_function(_getitem, (call, position))
+                sources[item.name] = node
+            env[tensor_or_none] = item if weighed is None else weighed.result(code, tensor_or_none, item)
+    code.output(tuple(env[tensor] for tensor in outputs))
+    with _without_lint_warnings():
+        return fx.GraphModule(modules, code), sources
+
+
+class _Weighed:
+    """Rewrites loss terms and divisors by the weights of a micro-batch, laid out as `weight_layout` says."""
+
+    def __init__(self, graph: Graph, weights: fx.Node) -> None:
+        self._graph = graph
+        self._weights = weights
+        self._layout = weight_layout(graph)
+        self._counted = {term.tensor for term in graph.loss_terms if term.target is not None}
+        self._divisors = {divisor.tensor for divisor in graph.divisors}
+
+    def arguments(self, node: Node) -> tuple[tuple[Arg, ...], tuple[tuple[str, Arg], ...]]:
+        """A mean over valid targets becomes their sum: the weight divides it, and none valid gives zero, not NaN."""
+        if not any(t in self._counted for t in node.outputs):
+            return node.args, node.kwargs
+        position = MEAN_LOSSES[node.op][2]
+        if len(node.args) > position:
+            return (*node.args[:position], _SUM, *node.args[position + 1 :]), node.kwargs
+        return node.args, (*((k, v) for k, v in node.kwargs if k != "reduction"), ("reduction", _SUM))
+
+    def result(self, code: fx.Graph, tensor: int, value: fx.Node) -> fx.Node:
+        """What stands for a tensor: itself, its weighed value, or the whole batch's divisor."""
+        if tensor not in self._layout:
+            return value
+        start, stop = self._layout[tensor]
+        if tensor not in self._divisors:
+            return code.call_function(_times, (value, self._weights, start))
+        described = self._graph.tensors[tensor]
+        is_float = described.dtype.startswith(("float", "bfloat"))
+        dtype = dtype_of(self._graph, tensor if is_float else self._graph.loss)  # a share of a count is no integer
+        shape = [size for size in described.shape if isinstance(size, int)]
+        return code.call_function(_share, (self._weights, start, stop, shape, dtype))
+
+
+def weight_layout(graph: Graph) -> dict[int, tuple[int, int]]:
+    """Where in a micro-batch's weights a loss term has its factor, or a divisor its values: tensor -> (start, stop)."""
+    result = {}
+    start = 0
+    for tensor in (*(term.tensor for term in graph.loss_terms), *(divisor.tensor for divisor in graph.divisors)):
+        is_divisor = start >= len(graph.loss_terms)
+        length = int(graph.tensors[tensor].num_elements.fixed) if is_divisor else 1
+        result[tensor] = (start, start + length)
+        start += length
+    return result
+
+
+def _times(value: torch.Tensor, weights: torch.Tensor, position: int) -> torch.Tensor:
+    return value * weights[position].to(value.dtype)
+
+
+def _share(weights: torch.Tensor, start: int, stop: int, shape: list[int], dtype: torch.dtype) -> torch.Tensor:
+    return weights[start:stop].to(dtype).reshape(shape)
 
 
 def _getitem(values: Sequence[torch.Tensor], position: int) -> torch.Tensor:
@@ -224,15 +416,30 @@ def sendable(value: torch.Tensor) -> torch.Tensor:
     return value.clone(memory_format=torch.contiguous_format)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, eq=False, slots=True, kw_only=True)
 class Step:
-    """One block of a stage: what it reads, makes, and what nobody reads after it."""
+    """One block of a stage: the code it runs, and what nobody reads after it."""
 
     module: int
-    reads: tuple[int, ...]
-    makes: tuple[int, ...]
+    program: Program
     frees: tuple[int, ...]
-    recompute: bool
+
+
+@dataclass(frozen=True, eq=False, slots=True, kw_only=True)
+class StageProgram:
+    """How a stage runs one graph of the model: what it receives and sends, and its blocks in order.
+
+    `tied` are the parameters that the stage owns: tensor -> (attribute, shape). `counted` is an input with a batch dim,
+    and the dim: it tells how many samples a micro-batch has.
+    """
+
+    graph: Graph
+    received: tuple[int, ...]
+    sent: tuple[int, ...]
+    prelude: Lowered | None
+    steps: tuple[Step, ...]
+    tied: Mapping[int, tuple[str, tuple[int, ...]]]
+    counted: tuple[int, int]
 
 
 class Tied(nn.Module):
@@ -241,22 +448,18 @@ class Tied(nn.Module):
     Two FSDP groups may not hold one parameter, so none of the blocks owns it.
     """
 
-    def __init__(self, graph: Graph, parameters: Mapping[int, nn.Parameter]) -> None:
+    def __init__(self, parameters: Mapping[int, nn.Parameter]) -> None:
         super().__init__()
-        self.shapes = {tensor: shape_of(graph, tensor, 1) for tensor in parameters}
         for tensor, parameter in parameters.items():
             self.register_parameter(f"tied_{tensor}", parameter)
-
-    def values(self) -> dict[int, torch.Tensor]:
-        """The registered objects by tensor index."""
-        return {int(leaf.rpartition("_")[2]): p for leaf, p in self.named_parameters()}
 
 
 class Stage(nn.Module):
     """A pipeline stage: positional arguments are the activations that earlier stages made.
 
-    Keywords are the model's inputs, as `input_<tensor index>`. The prelude runs once, then the
-    blocks in order. Returns the activations that later stages read, or the loss on the last stage.
+    Keywords are the model's inputs, as `input_<tensor index>`, and the weights of the micro-batch where its programs
+    take them. The prelude runs once, then the blocks in order. Returns the activations that later stages read; the last
+    stage returns the loss, and the outputs if its graph has some.
     """
 
     def __init__(
@@ -271,42 +474,99 @@ class Stage(nn.Module):
     ) -> None:
         super().__init__()
         self.blocks = nn.ModuleList(blocks)
-        self.tied = Tied(graph, tied)
-        self.prelude = prelude
-        self.received = graph.carried[positions.start - 1] if positions.start else ()
+        self.tied = Tied(tied)
+        self.positions = positions
+        self.recompute = tuple(recompute)
         self.is_last = positions.stop == len(graph.blocks)
-        self.sent = (graph.loss,) if self.is_last else graph.carried[positions.stop - 1]
-        self.steps = _steps(blocks, recompute, self.sent)
+        self._tied_leaf = {graph.tensors[tensor].name: f"tied_{tensor}" for tensor in tied}
+        self._tied_shape = {graph.tensors[tensor].name: shape_of(graph, tensor, 1) for tensor in tied}
+        self.first = self._program(graph, [block.program for block in blocks], prelude)
+        self.program = self.first  # the one that runs: set it to run another
+        self.draws: Iterator[Draws] = iter(())
+
+    def add(
+        self, graph: Graph, *, attributes: Mapping[int, torch.Tensor], device: torch.device, weighed: bool
+    ) -> StageProgram:
+        """A program for another graph of the model, over the same registered parameters."""
+        tied = tuple(t for t, d in enumerate(graph.tensors) if d.kind == "parameter" and d.name in self._tied_leaf)
+        programs = []
+        for position, block in zip(self.positions, self.blocks, strict=True):
+            inputs, outputs = _block_interface(graph, graph.blocks[position], tied, weighed=weighed)
+            programs.append(
+                cast("Lowered", block).compile(
+                    graph, graph.blocks[position].nodes, inputs=inputs, outputs=outputs, attributes=attributes
+                )
+            )
+        needed = [t for p in self.positions for t in graph.blocks[p].shared]
+        if self.is_last:
+            needed += [tensor for _, tensor in graph.outputs]
+        prelude = lower_prelude(graph, needed, attributes=attributes, micro_batch=1, device=device, weighed=weighed)
+        return self._program(graph, programs, prelude)
+
+    def _program(self, graph: Graph, programs: Sequence[Program], prelude: Lowered | None) -> StageProgram:
+        first, last = self.positions.start, self.positions.stop - 1
+        results = (*dict.fromkeys((graph.loss, *(tensor for _, tensor in graph.outputs))),)
+        sent = results if self.is_last else graph.carried[last]
+        return StageProgram(
+            graph=graph,
+            received=graph.carried[first - 1] if first else (),
+            sent=sent,
+            prelude=prelude,
+            steps=_steps(programs, sent),
+            tied={
+                t: (self._tied_leaf[described.name], self._tied_shape[described.name])
+                for t, described in enumerate(graph.tensors)
+                if described.kind == "parameter" and described.name in self._tied_leaf
+            },
+            counted=next(
+                (t, dim)
+                for t in graph.inputs
+                for dim, size in enumerate(graph.tensors[t].shape)
+                if isinstance(size, Batch)
+            ),
+        )
 
     def forward(self, *activations: torch.Tensor, **inputs: torch.Tensor) -> torch.Tensor | tuple[torch.Tensor, ...]:
-        """Run one micro-batch through the blocks of this stage."""
+        """Run one micro-batch through the blocks of this stage.
+
+        Schedules run forward in the order of the micro-batches, so each takes the next of `draws`.
+        """
+        draws = next(self.draws, None)
+        program = self.program
         env = {int(key.removeprefix(INPUT)): value for key, value in inputs.items()}
-        for tensor, value in zip(self.received, activations, strict=True):
+        tensor, dim = program.counted
+        micro_batch = env[tensor].shape[dim]
+        if WEIGHTS in env:
+            env[WEIGHTS] = env[WEIGHTS].reshape(-1)
+        for tensor, value in zip(program.received, activations, strict=True):
             env[tensor] = (
                 _ContiguousGradient.apply(value) if value.requires_grad else value  # type: ignore[no-untyped-call]
             )
-        if self.prelude is not None:
+        if program.prelude is not None:
             # Nothing in it depends on a parameter.
             with torch.no_grad():
-                made = self.prelude(*(env[tensor] for tensor in self.prelude.inputs))
-            env.update(zip(self.prelude.outputs, made, strict=True))
-        env.update({t: p.reshape(self.tied.shapes[t]) for t, p in self.tied.values().items()})
-        for step in self.steps:
+                made = program.prelude(*(env[tensor] for tensor in program.prelude.inputs), micro_batch=micro_batch)
+            env.update(zip(program.prelude.outputs, made, strict=True))
+        env.update({t: getattr(self.tied, leaf).reshape(shape) for t, (leaf, shape) in program.tied.items()})
+        for step in program.steps:
             block = cast("Lowered", self.blocks[step.module])
-            args = [env[tensor] for tensor in step.reads]
-            made = _recomputed(block, args) if step.recompute else block(*args)
-            env.update(zip(step.makes, made, strict=True))
+            args = [env[tensor] for tensor in step.program.inputs]
+            is_recomputed = self.recompute[step.module] and torch.is_grad_enabled()
+            run = _recomputed if is_recomputed else _once
+            made = run(block, args, program=step.program, micro_batch=micro_batch, draws=draws)
+            env.update(zip(step.program.outputs, made, strict=True))
             for tensor in step.frees:
                 env.pop(tensor, None)
         if self.is_last:
-            return env[self.sent[0]]
-        result = tuple(sendable(env[tensor]) for tensor in self.sent)
-        return result[0] if len(result) == 1 else result
+            results = tuple(env[tensor] for tensor in program.sent)
+        else:
+            results = tuple(sendable(env[tensor]) for tensor in program.sent)
+        return results[0] if len(results) == 1 else results
 
     def sites(self) -> dict[int, tuple[nn.Module, str]]:
         """Where each parameter of this stage is registered: (module, attribute)."""
         found: dict[int, tuple[nn.Module, str]] = {
-            int(leaf.rpartition("_")[2]): (self.tied, leaf) for leaf, _ in self.tied.named_parameters()
+            tensor: (self.tied, leaf) for tensor, (leaf, _) in self.first.tied.items()
         }
         for block in self.blocks:
             for tensor, (module, leaf) in cast("Lowered", block).sites.items():
@@ -326,38 +586,66 @@ class Stage(nn.Module):
 INPUT = "input_"  # keyword of a model input: this and its tensor index
 
 
-def _recomputed(block: Lowered, args: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
-    """The block's outputs; in backward it runs a second time instead of keeping activations."""
+def _once(
+    block: Lowered, args: Sequence[torch.Tensor], *, program: Program, micro_batch: int, draws: Draws | None
+) -> tuple[torch.Tensor, ...]:
+    """The block's outputs."""
+    result: tuple[torch.Tensor, ...] = block(*args, program=program, micro_batch=micro_batch, draws=draws)
+    return result
+
+
+def _recomputed(
+    block: Lowered, args: Sequence[torch.Tensor], *, program: Program, micro_batch: int, draws: Draws | None
+) -> tuple[torch.Tensor, ...]:
+    """The block's outputs; in backward it runs a second time instead of keeping activations.
+
+    The second time it draws the same: what it draws from is an argument.
+    """
 
     def contexts() -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
-        again = block.buffers_as_before(block.snapshot()) if block.mutated else nullcontext()
-        return nullcontext(), again
+        before = {tensor: program.value(tensor).detach().clone() for tensor in program.mutated}
+        return nullcontext(), buffers_as_before(program, before) if before else nullcontext()
 
     result: tuple[torch.Tensor, ...] = checkpoint(
         block,
         *args,
         use_reentrant=False,
-        preserve_rng_state=block.is_random,
+        preserve_rng_state=program.is_random and draws is None,
         context_fn=contexts,
+        program=program,
+        micro_batch=micro_batch,
+        draws=draws,
     )
     return result
 
 
-def _steps(blocks: Sequence[Lowered], recompute: Sequence[bool], sent: Sequence[int]) -> tuple[Step, ...]:
+def _steps(programs: Sequence[Program], sent: Sequence[int]) -> tuple[Step, ...]:
     last: dict[int, int] = {}
-    for position, block in enumerate(blocks):
-        for tensor in (*block.inputs, *block.outputs):
-            last[tensor] = position
+    for position, program in enumerate(programs):
+        for tensor in (*program.inputs, *program.outputs):
+            if tensor != WEIGHTS:
+                last[tensor] = position
     return tuple(
         Step(
             module=position,
-            reads=block.inputs,
-            makes=block.outputs,
+            program=program,
             frees=tuple(t for t, end in last.items() if end == position and t not in sent),
-            recompute=recompute[position],
         )
-        for position, block in enumerate(blocks)
+        for position, program in enumerate(programs)
     )
+
+
+def _block_interface(
+    graph: Graph, block: Block, tied: Sequence[int], *, weighed: bool
+) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """What a lowered block reads and makes; `tied` parameters and the weights are read as inputs."""
+    made = {t for i in block.nodes for t in graph.nodes[i].outputs}
+    outputs = [*block.outputs]
+    if graph.loss in made and graph.loss not in outputs:
+        outputs.append(graph.loss)
+    lifted = [tensor for tensor in block.parameters if tensor in tied]
+    weights = (WEIGHTS,) if weighed and made & weight_layout(graph).keys() else ()
+    return (*block.inputs, *block.shared, *lifted, *weights), tuple(outputs)
 
 
 def lower_block(
@@ -368,18 +656,18 @@ def lower_block(
     attributes: Mapping[int, torch.Tensor],
     micro_batch: int,
     device: torch.device,
+    weighed: bool = False,
 ) -> Lowered:
-    """One block as a module. `tied` parameters are inputs; `attributes` has the other tensors."""
-    made = {t for i in block.nodes for t in graph.nodes[i].outputs}
-    outputs = [*block.outputs]
-    if graph.loss in made and graph.loss not in outputs:
-        outputs.append(graph.loss)
-    lifted = [tensor for tensor in block.parameters if tensor in tied]
+    """One block as a module. `tied` parameters are inputs; `attributes` has the other tensors.
+
+    Where `weighed`, blocks with a loss term or a divisor read the weights of the micro-batch as well.
+    """
+    inputs, outputs = _block_interface(graph, block, tied, weighed=weighed)
     return Lowered(
         graph,
         block.nodes,
         name=block.name,
-        inputs=(*block.inputs, *block.shared, *lifted),
+        inputs=inputs,
         outputs=outputs,
         attributes=attributes,
         micro_batch=micro_batch,
@@ -394,31 +682,35 @@ def lower_prelude(
     attributes: Mapping[int, torch.Tensor],
     micro_batch: int,
     device: torch.device,
+    weighed: bool = False,
+    given: Sequence[int] = (),
 ) -> Lowered | None:
     """The part of the prelude that makes `needed` (inputs among them are ignored), or None.
 
-    With an in-place node anywhere in the prelude all of it runs: order and aliases stay the
-    graph's.
+    `given` tensors are inputs instead of being made. With an in-place node anywhere in the prelude all of it runs:
+    order and aliases stay the graph's.
     """
     maker = {t: i for i in graph.prelude.nodes for t in graph.nodes[i].outputs if t is not None}
-    wanted = [tensor for tensor in dict.fromkeys(needed) if tensor in maker]
+    wanted = [tensor for tensor in dict.fromkeys(needed) if tensor in maker and tensor not in given]
     if not wanted:
         return None
     nodes: set[int] = set()
     todo = [maker[tensor] for tensor in wanted]
-    if any(graph.nodes[i].mutates for i in graph.prelude.nodes):
+    if any(graph.nodes[i].mutates for i in graph.prelude.nodes) and not given:
         todo = list(graph.prelude.nodes)
     while todo:
         index = todo.pop()
         if index not in nodes:
             nodes.add(index)
-            todo += [maker[t] for t in reads(graph.nodes[index]) if t in maker]
+            todo += [maker[t] for t in reads(graph.nodes[index]) if t in maker and t not in given]
     read = {t for i in nodes for t in reads(graph.nodes[i])}
+    made = {t for i in nodes for t in graph.nodes[i].outputs}
+    weights = [WEIGHTS] if weighed and made & weight_layout(graph).keys() else []
     return Lowered(
         graph,
         sorted(nodes),
         name="prelude",
-        inputs=[tensor for tensor in graph.inputs if tensor in read],
+        inputs=[*(tensor for tensor in (*graph.inputs, *given) if tensor in read), *weights],
         outputs=wanted,
         attributes=attributes,
         micro_batch=micro_batch,

@@ -1,24 +1,34 @@
-"""Running one rank's stage for one step: a loop without a pipeline, torch's schedules with one."""
+"""Running one rank's stage for one step: a loop without a pipeline, torch's schedules with one.
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+The plan is made for one shape of batch. A batch of another shape (a last one with fewer samples, another sequence
+length, evaluation) runs as a *variant*: the model is traced again, and the stage gets another program over the same
+registered parameters. All ranks agree on the number of micro-batches before they run any.
+"""
+
+import hashlib
+from collections import OrderedDict
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, Protocol, cast
 
 import torch
 from torch import distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe
+from torch.distributed.pipelining import Schedule1F1B, ScheduleGPipe
 from torch.distributed.pipelining.microbatch import TensorChunkSpec, _Replicate
 from torch.distributed.pipelining.schedules import PipelineScheduleSingle
 
-from planner.errors import PlanError
+from planner.errors import PlanError, RunError
 from planner.graph import Graph
 from planner.plan import Plan
 from planner.runtime.blocks import (
     INPUT,
+    WEIGHTS,
     Lowered,
     Stage,
+    StageProgram,
     boundary_examples,
     constant,
     dtype_of,
@@ -26,8 +36,22 @@ from planner.runtime.blocks import (
     lower_prelude,
     shape_of,
 )
-from planner.runtime.inputs import Inputs, ValidTargets
-from planner.runtime.zero import Sharder, local
+from planner.runtime.inputs import (
+    Fed,
+    Form,
+    Inputs,
+    Shares,
+    Weights,
+    batch_dim,
+    evaluation_sizes,
+    exchanged,
+    shared_out,
+    split,
+    tensors_of,
+)
+from planner.runtime.random import RandomSource
+from planner.runtime.statistics import DataRanks, Recursion, Statistics
+from planner.runtime.zero import ShardedStage, Sharder, local
 
 SCHEDULES: Mapping[str, type[Schedule1F1B] | type[ScheduleGPipe]] = {"1f1b": Schedule1F1B, "gpipe": ScheduleGPipe}
 
@@ -55,14 +79,18 @@ class Engine(Protocol):
     """What a `Trainer` drives: one stage, with a graph or without."""
 
     owned: list[Owned]
+    random: RandomSource
 
-    def run(self, batch: object) -> torch.Tensor:
-        """Forward and backward of one step.
+    def run(self, batch: object, scale: float = 1.0) -> torch.Tensor:
+        """Forward and backward of one step; gradients of the loss times `scale` are added to those that are there.
 
         Returns:
             The mean loss over this rank's micro-batches as a float64 scalar; zero on a rank whose
-            stage has no loss.
+            stage has no loss. Its mean over the data ranks is the loss of the global batch.
         """
+
+    def evaluate(self, batch: object, outputs: Sequence[str], *, gather: bool) -> "Evaluated":
+        """Forward in eval mode without gradients, on any number of samples."""
 
     def sum_tied(self) -> None:
         """Add up the gradients of parameters that other stages read as well."""
@@ -72,6 +100,38 @@ class Engine(Protocol):
 
     def buffers(self) -> dict[str, torch.Tensor]:
         """Buffers that this rank may have changed, by name."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Evaluated:
+    """`loss` is the mean of the global batch (None without labels); `outputs` are leaves of the model's output."""
+
+    loss: float | None
+    outputs: Mapping[str, torch.Tensor]
+
+
+# (form, outputs of an evaluation or None for training, whether there is a loss)
+Key = tuple[Form, tuple[str, ...] | None, bool]
+Retrace = Callable[[Key, object], Graph]
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class _Variant:
+    """One shape of batch: its graph, this stage's program of it, and what its micro-batches weigh."""
+
+    key: Key
+    graph: Graph
+    program: StageProgram
+    weights: Weights
+    needs_gradient: dict[int, tuple[bool, ...]] = field(default_factory=dict)  # by cut, of what crosses it
+
+    @property
+    def digest(self) -> int:
+        """A number that variants of different shapes do not share, exact in float64."""
+        return int.from_bytes(hashlib.blake2b(repr(self.key).encode(), digest_size=6).digest())
+
+
+MOST_VARIANTS = 8  # beside the planned one
 
 
 class GraphEngine:
@@ -86,24 +146,34 @@ class GraphEngine:
         mesh: DeviceMesh,
         sharder: Sharder,
         device: torch.device,
+        seed: int = 0,
+        retrace: Retrace | None = None,
     ) -> None:
-        """`tensors` are the parameters and buffers of this rank's stage and of the prelude."""
+        """`tensors` are the parameters and buffers of this rank's stage and of the prelude.
+
+        `retrace` makes the graph of a batch of another form, or for evaluation; without it there are none.
+        """
         self.graph = graph
-        self.num_microbatches = plan.num_microbatches
+        self.plan = plan
         self.sharder = sharder
-        self.inputs = Inputs(
-            graph,
-            micro_batch=plan.micro_batch,
-            num_microbatches=plan.num_microbatches,
-            device=device,
-        )
+        self.device = device
+        self.inputs = Inputs(graph, device=device)
+        self._retrace = retrace
         self._pp_group = mesh["pp"].get_group()
         self._losses: list[torch.Tensor] = []
+        self._factor = 1.0  # of a micro-batch's loss in backward
+        self.random = RandomSource(seed)
+        self._data_ranks = DataRanks.of(mesh)
         attributes = _Attributes(graph, tensors, device)
-        self.targets = ValidTargets(graph, attributes, micro_batch=plan.micro_batch, device=device)
-        index = mesh["pp"].get_local_rank()
+        self._index = index = mesh["pp"].get_local_rank()
         self.stage = self._build(plan, index, attributes, device)
-        self._schedule = self._make_schedule(plan, index, device) if plan.mesh.pp > 1 else None
+        self._planned = _Variant(
+            key=(self.inputs.form, None, True), graph=graph, program=self.stage.first,
+            weights=Weights(graph, attributes, device),
+        )  # fmt: skip
+        self._buffers = attributes.buffers
+        self._variants: OrderedDict[Key, _Variant] = OrderedDict()
+        self._schedules: dict[tuple[_Variant, int, int], PipelineScheduleSingle] = {}
         readers = stages_of_parameters(plan, graph)
         self.owned = [
             Owned(
@@ -115,24 +185,230 @@ class GraphEngine:
             for tensor, (module, leaf) in sorted(self.stage.sites().items())
         ]
         self._tied = _tied_groups(graph, readers, index, self._pp_group)
+        decays = {update.buffer: update.decay for update in graph.buffer_updates}
+        self._statistics = Statistics(
+            [
+                Recursion(read=partial(block.value, tensor), decay=decays[tensor])
+                for block in cast("list[Lowered]", list(self.stage.blocks))
+                for tensor in block.mutated
+                if tensor in decays
+            ],
+            self._data_ranks,
+        )
+        self._own_tied: dict[str, torch.Tensor] = {}
         self._has_gradient: dict[str, bool] = {}  # by tied parameter, whether any stage has one
 
-    def run(self, batch: object) -> torch.Tensor:
-        """Forward and backward of all micro-batches."""
-        tensors = self.inputs.check(batch)
-        micro_batches = self.inputs.split(tensors)
-        self.targets.check(micro_batches)
+    def run(self, batch: object, scale: float = 1.0) -> torch.Tensor:
+        """Forward and backward of all micro-batches.
+
+        Raises:
+            RunError: the batch does not fit, on all ranks alike; nothing was run then.
+        """
+        fed, variant, samples = self._agreed(lambda: self._fed(batch))
+        shares = shared_out(
+            samples, self._data_ranks.rank, micro_batch=self.plan.micro_batch,
+            num_microbatches=self.plan.num_microbatches,
+        )  # fmt: skip
+        tensors = tensors_of(variant.graph, fed)
+        micro_batches = split(variant.graph, tensors, shares.sizes)
+        weights = variant.weights.of(micro_batches, shares)
         self._losses.clear()
-        if self._schedule is None:
+        self._factor = scale / len(micro_batches)
+        self._own_tied = self._without_tied_gradients()
+        self.stage.program = variant.program
+        self.stage.draws = iter(self.random.next_step(shares.first_sample, shares.sizes))
+        self._statistics.begin()
+        if self.plan.mesh.pp == 1:
             for position, inputs in enumerate(micro_batches):
-                self.sharder.before_micro_batch(is_last=position == self.num_microbatches - 1)
-                loss = self.stage(**{f"{INPUT}{t}": value for t, value in inputs.items()})
+                self.sharder.before_micro_batch(is_last=position == len(micro_batches) - 1)
+                loss = self.stage(**_keywords(inputs, weights[position]))
                 self._scaled(loss).backward()  # type: ignore[no-untyped-call]
         else:
-            self._run_schedule(tensors)
+            self._run_pipeline(variant, tensors, weights, shares)
+        self._statistics.end(len(micro_batches))
         if not self._losses:
-            return torch.zeros((), dtype=torch.float64, device=self.inputs.device)
+            return torch.zeros((), dtype=torch.float64, device=self.device)
         return torch.stack(self._losses).double().mean()
+
+    def evaluate(self, batch: object, outputs: Sequence[str], *, gather: bool) -> Evaluated:
+        """Forward in eval mode without gradients, on any number of samples."""
+        fed, variant, samples = self._agreed(lambda: self._fed_for_evaluation(batch, tuple(outputs)))
+        graph, most, with_loss = variant.graph, max(samples), variant.key[2]
+        # What compares the samples of a batch must see all of them.
+        micro_batch = most if graph.couples_samples else min(self.plan.micro_batch, most)
+        sizes, kept = evaluation_sizes(samples, self._data_ranks.rank, micro_batch)
+        micro_batches = split(graph, tensors_of(graph, fed), sizes[:kept])
+        micro_batches += split(graph, tensors_of(graph, fed), [1, fed.samples - 1])[:1] * (len(sizes) - kept)
+        shares = Shares(samples, self._data_ranks.rank, tuple(sizes), ())
+        weights = variant.weights.of(micro_batches, shares, kept=kept)
+        results = self._forward_only(variant, micro_batches, weights, shares.sizes)
+        loss = torch.zeros((), dtype=torch.float64, device=self.device)
+        found: dict[str, torch.Tensor] = {}
+        if results:
+            if with_loss:
+                loss = torch.stack([result[0] for result in results]).double().mean() / len(samples)
+            for name, tensor in graph.outputs:
+                position = variant.program.sent.index(tensor)
+                found[name] = torch.cat([r[position] for r in results[:kept]], _batched_dim(graph, tensor))
+        mean = None
+        if with_loss:
+            dist.all_reduce(loss)
+            mean = loss.item()
+        return Evaluated(loss=mean, outputs=self._exchanged(graph, found, samples, gather=gather))
+
+    def _fed(self, batch: object) -> tuple[Fed, _Variant]:
+        fed = self.inputs.check(batch)
+        return fed, self._variant_of((fed.form, None, True), batch)
+
+    def _fed_for_evaluation(self, batch: object, outputs: tuple[str, ...]) -> tuple[Fed, _Variant]:
+        fed = self.inputs.check(batch, optional=tuple(self.inputs.index_of))
+        missing = sorted(self.inputs.index_of.keys() - fed.tensors.keys())
+        if missing and not outputs:
+            raise RunError(f"the batch lacks {missing[0]!r}, so it has no loss; give it, or ask for outputs")
+        return fed, self._variant_of((fed.form, outputs, not missing), batch)
+
+    def _variant_of(self, key: Key, batch: object) -> _Variant:
+        """The variant of a form; a new one is traced and lowered, and the one that was not used for longest dropped."""
+        if key == self._planned.key:
+            return self._planned
+        if key in self._variants:
+            self._variants.move_to_end(key)
+            return self._variants[key]
+        if self._retrace is None:
+            raise RunError(f"the batch has {_shown(key[0])}, the plan was made for {_shown(self.inputs.form)}")
+        graph = self._retrace(key, batch)
+        _check_alike(self.graph, graph, is_trained=key[1] is None)
+        attributes = _Attributes(graph, _Named(graph, self._buffers), self.device)
+        program = self.stage.add(graph, attributes=attributes, device=self.device, weighed=True)
+        variant = _Variant(
+            key=key, graph=graph, program=program, weights=Weights(graph, attributes, self.device)
+        )  # fmt: skip
+        self._variants[key] = variant
+        if len(self._variants) > MOST_VARIANTS:
+            self._variants.popitem(last=False)
+        return variant
+
+    def _agreed(self, feed: Callable[[], tuple[Fed, _Variant]]) -> tuple[Fed, _Variant, tuple[int, ...]]:
+        """What this rank was given, and the samples of every data rank; a collective.
+
+        Raises:
+            RunError: a rank refuses its batch, or batches do not go together; on all ranks.
+        """
+        failure: Exception | None = None
+        row = [0.0] * 4
+        try:
+            fed, variant = feed()
+            weights = variant.weights
+            row = [fed.samples, variant.digest, float(weights.fits_any_form), weights.width]
+        except Exception as error:
+            failure = error
+        rows = exchanged(row, failure, self.device)
+        dp = self._data_ranks.size
+        for rank, (samples, digest, fits, width) in enumerate(rows):
+            first = rows[rank % dp]
+            if [samples, digest] != first[:2]:
+                raise RunError(
+                    f"ranks {rank % dp} and {rank} are stages of one pipeline and were given different batches "
+                    f"({first[0]:.0f} and {samples:.0f} samples); give all ranks of one data rank the same"
+                )
+            if digest != rows[0][1] and (not fits or width != rows[0][3]):
+                raise RunError(
+                    f"data ranks 0 and {rank % dp} were given batches of different shapes, and the loss is not only a "
+                    "mean over counted targets; give all data ranks the same sizes"
+                )
+        return fed, variant, tuple(int(samples) for samples, *_ in rows[:dp])
+
+    def _run_pipeline(
+        self, variant: _Variant, tensors: Mapping[int, torch.Tensor], weights: torch.Tensor, shares: Shares
+    ) -> None:
+        """One schedule for each run of equal micro-batches."""
+        wanted = {(variant, size, count) for size, count in shares.runs}
+        # Receive buffers are as many as micro-batches: only those of one step are kept.
+        self._schedules = {key: schedule for key, schedule in self._schedules.items() if key in wanted}
+        parts = split(variant.graph, tensors, [size * count for size, count in shares.runs])
+        rows = weights.split([count for _, count in shares.runs])  # type: ignore[no-untyped-call]
+        for (size, count), inputs, own in zip(shares.runs, parts, rows, strict=True):
+            key = (variant, size, count)
+            if key not in self._schedules:
+                self._schedules[key] = self._make_schedule(variant, size, count)
+            self.sharder.before_schedule()
+            keywords: dict[str, Any] = _keywords(inputs, own)
+            # The loss is in the graph; the schedule only asks for some target on the last stage.
+            if self.stage.is_last:
+                keywords["target"] = torch.arange(count)
+            try:
+                self._schedules[key].step(return_outputs=False, **keywords)
+            except RuntimeError as error:
+                for note in getattr(error.__cause__, "__notes__", ()):
+                    error.add_note(note)
+                raise
+
+    def _forward_only(
+        self,
+        variant: _Variant,
+        micro_batches: Sequence[Mapping[int, torch.Tensor]],
+        weights: torch.Tensor,
+        sizes: Sequence[int],
+    ) -> list[tuple[torch.Tensor, ...]]:
+        """What the last stage makes of each micro-batch; nothing on other stages."""
+        graph, program = variant.graph, variant.program
+        results: list[tuple[torch.Tensor, ...]] = []
+        sends: list[tuple[Any, torch.Tensor]] = []
+        self.stage.program = program
+        self.stage.draws = iter(())
+        with torch.no_grad():
+            for inputs, row, size in zip(micro_batches, weights, sizes, strict=True):
+                received = []
+                for tensor in program.received:
+                    shape, dtype = shape_of(graph, tensor, size), dtype_of(graph, tensor)
+                    value = torch.empty(shape, dtype=dtype, device=self.device)
+                    dist.recv(value, group=self._pp_group, group_src=self._index - 1)
+                    received.append(value)
+                made = self.stage(*received, **_keywords(inputs, row))
+                made = made if isinstance(made, tuple) else (made,)
+                if self.stage.is_last:
+                    results.append(made)
+                else:
+                    for value in made:
+                        work = dist.isend(value, group=self._pp_group, group_dst=self._index + 1)
+                        sends.append((work, value))
+            for work, _ in sends:
+                work.wait()
+        self.sharder.after_backward()
+        return results
+
+    def _exchanged(
+        self, graph: Graph, found: Mapping[str, torch.Tensor], samples: tuple[int, ...], *, gather: bool
+    ) -> dict[str, torch.Tensor]:
+        """Outputs on every rank: those of all samples in order, or only those of its data rank."""
+        result = {}
+        for name, tensor in graph.outputs:
+            parts = []
+            for rank in range(len(samples)) if gather else [self._data_ranks.rank]:
+                value = found.get(name)
+                if value is None or rank != self._data_ranks.rank:
+                    shape = shape_of(graph, tensor, samples[rank])
+                    value = torch.empty(shape, dtype=dtype_of(graph, tensor), device=self.device)
+                value = value.contiguous()
+                last = (self.plan.mesh.pp - 1) * len(samples) + rank  # ranks count stages first
+                if gather:
+                    dist.broadcast(value, last)
+                elif self.plan.mesh.pp > 1:
+                    dist.broadcast(value, last, group=self._pp_group)
+                parts.append(value)
+            result[name] = torch.cat(parts, _batched_dim(graph, tensor))
+        return result
+
+    def _without_tied_gradients(self) -> dict[str, torch.Tensor]:
+        """Take gradients of shared parameters aside: they are summed over stages already."""
+        result = {}
+        by_name = {owned.name: owned.parameter for owned in self.owned}
+        for name, _ in self._tied:
+            parameter = by_name[name]
+            if parameter.grad is not None:
+                result[name] = parameter.grad
+                parameter.grad = None
+        return result
 
     def sum_tied(self) -> None:
         """All-reduce the local part of each tied gradient over the stages that own it."""
@@ -141,13 +417,16 @@ class GraphEngine:
             parameter = by_name[name]
             if name not in self._has_gradient:
                 # A stage may only use the parameter detached; all stages of the group must still call alike.
-                anyone = torch.tensor(parameter.grad is not None, dtype=torch.int32, device=self.inputs.device)
+                anyone = torch.tensor(parameter.grad is not None, dtype=torch.int32, device=self.device)
                 dist.all_reduce(anyone, group=group)
                 self._has_gradient[name] = bool(anyone)
             if self._has_gradient[name]:
                 if parameter.grad is None:
                     parameter.grad = torch.zeros_like(parameter)
                 dist.all_reduce(local(parameter.grad), group=group)
+                if name in self._own_tied:
+                    parameter.grad += self._own_tied[name]
+        self._own_tied = {}
 
     def after_backward(self) -> None:
         """Free gathered parameters."""
@@ -160,21 +439,7 @@ class GraphEngine:
     def _scaled(self, loss: torch.Tensor) -> torch.Tensor:
         """Keep a micro-batch's loss, and give its part of the mean."""
         self._losses.append(loss.detach())
-        return loss / self.num_microbatches
-
-    def _run_schedule(self, tensors: Mapping[int, torch.Tensor]) -> None:
-        assert self._schedule is not None
-        self.sharder.before_schedule()
-        keywords: dict[str, Any] = {f"{INPUT}{t}": value for t, value in tensors.items()}
-        # The loss is in the graph; the schedule only asks for some target on the last stage.
-        if self.stage.is_last:
-            keywords["target"] = torch.arange(self.num_microbatches)
-        try:
-            self._schedule.step(return_outputs=False, **keywords)
-        except RuntimeError as error:
-            for note in getattr(error.__cause__, "__notes__", ()):
-                error.add_note(note)
-            raise
+        return loss * self._factor
 
     def _build(self, plan: Plan, index: int, attributes: "_Attributes", device: torch.device) -> Stage:
         """Lower and wrap this rank's blocks one by one, then the stage."""
@@ -186,7 +451,7 @@ class GraphEngine:
         for position, block_plan in zip(positions, block_plans, strict=True):
             block = lower_block(
                 graph, graph.blocks[position], tied=tied, attributes=attributes,
-                micro_batch=micro_batch, device=device,
+                micro_batch=micro_batch, device=device, weighed=True,
             )  # fmt: skip
             self.sharder.wrap(block, block_plan.zero)
             blocks.append(block)
@@ -199,7 +464,7 @@ class GraphEngine:
             prelude=lower_prelude(
                 graph,
                 [t for p in positions for t in graph.blocks[p].shared],
-                attributes=attributes, micro_batch=micro_batch, device=device,
+                attributes=attributes, micro_batch=micro_batch, device=device, weighed=True,
             ),
         )  # fmt: skip
         zeros = [b.zero for b in block_plans]
@@ -207,37 +472,106 @@ class GraphEngine:
         self._driven = self.sharder.for_schedule(stage, zeros)
         return stage
 
-    def _make_schedule(self, plan: Plan, index: int, device: torch.device) -> PipelineScheduleSingle:
+    def _make_schedule(self, variant: _Variant, size: int, count: int) -> PipelineScheduleSingle:
         """Torch's schedule with static shapes: it would otherwise run one real extra step."""
-        graph = self.graph
-        positions = stage_positions(plan)[index]
-        is_first, is_last = index == 0, index == plan.mesh.pp - 1
-        cuts = [*([] if is_first else [positions.start - 1]), *([] if is_last else [positions.stop - 1])]
-        examples = boundary_examples(graph, cuts, plan.micro_batch)
+        graph, positions, num_stages = variant.graph, self.stage.positions, self.plan.mesh.pp
+        before, after = positions.start - 1, positions.stop - 1
+        cuts = [cut for cut in (before, after) if 0 <= cut < len(graph.blocks) - 1]
+        if not variant.needs_gradient:
+            examples = boundary_examples(graph, cuts, size)
+            variant.needs_gradient.update({cut: tuple(t.requires_grad for t in examples[cut]) for cut in cuts})
+
+        def crossing(cut: int) -> tuple[torch.Tensor, ...]:
+            return tuple(
+                torch.empty(shape_of(graph, t, size), dtype=dtype_of(graph, t), device="meta", requires_grad=grad)
+                for t, grad in zip(graph.carried[cut], variant.needs_gradient[cut], strict=True)
+            )
+
         loss = torch.empty(
-            shape_of(graph, graph.loss, plan.micro_batch),
-            dtype=dtype_of(graph, graph.loss), device="meta", requires_grad=True,
+            shape_of(graph, graph.loss, size), dtype=dtype_of(graph, graph.loss), device="meta", requires_grad=True
         )  # fmt: skip
-        stage = PipelineStage(
+        stage = ShardedStage(
             self._driven,
-            index,
-            plan.mesh.pp,
-            device,
-            input_args=() if is_first else examples[positions.start - 1],
-            output_args=(loss,) if is_last else examples[positions.stop - 1],
+            self._index,
+            num_stages,
+            self.device,
+            input_args=crossing(before) if self._index else (),
+            output_args=(loss,) if self.stage.is_last else crossing(after),
             group=self._pp_group,
         )
+        stage.sharder = self.sharder
         chunks = {
-            f"{INPUT}{t}": _Replicate() if (dim := self.inputs.batch_dim(t)) is None else TensorChunkSpec(dim)  # type: ignore[no-untyped-call]
+            f"{INPUT}{t}": _Replicate() if (dim := batch_dim(graph, t)) is None else TensorChunkSpec(dim)  # type: ignore[no-untyped-call]
             for t in graph.inputs
         }
-        return SCHEDULES[plan.schedule](
+        chunks[f"{INPUT}{WEIGHTS}"] = TensorChunkSpec(0)  # type: ignore[no-untyped-call]
+        kind = self.plan.schedule if count >= num_stages else "gpipe"  # 1f1b needs as many micro-batches as stages
+        return SCHEDULES[kind](
             stage,
-            plan.num_microbatches,
+            count,
             loss_fn=lambda loss, _: self._scaled(loss),
             kwargs_chunk_spec=cast("dict[str, TensorChunkSpec]", chunks),
             scale_grads=False,
         )
+
+
+def _keywords(inputs: Mapping[int, torch.Tensor], weights: torch.Tensor) -> dict[str, torch.Tensor]:
+    """What a stage takes: the model's inputs and the weights."""
+    return {f"{INPUT}{t}": value for t, value in inputs.items()} | {f"{INPUT}{WEIGHTS}": weights}
+
+
+def _batched_dim(graph: Graph, tensor: int) -> int:
+    found = batch_dim(graph, tensor)
+    assert found is not None
+    return found
+
+
+def _shown(form: Form) -> str:
+    """A form for a message: `input_ids [samples, 8]`."""
+    return ", ".join(
+        f"{name} [{', '.join('samples' if size is None else str(size) for size in sizes)}]" for name, sizes in form
+    )
+
+
+def _check_alike(planned: Graph, other: Graph, *, is_trained: bool) -> None:
+    """Refuse a graph whose blocks do not read the parameters that the planned ones own.
+
+    Raises:
+        RunError: they do not.
+    """
+    if len(planned.blocks) != len(other.blocks):
+        raise RunError(
+            f"the model has {len(other.blocks)} blocks for this batch and {len(planned.blocks)} for the planned one; "
+            "give batches of the planned shapes, or plan for this one"
+        )
+    for ours, theirs in zip(planned.blocks, other.blocks, strict=True):
+        owned = {planned.tensors[t].name for t in ours.parameters}
+        read = {other.tensors[t].name for t in theirs.parameters}
+        if wrong := sorted(read - owned) or (sorted(owned - read) if is_trained else []):
+            raise RunError(
+                f"block {ours.name} {'does not read' if wrong[0] in owned else 'reads'} {wrong[0]} for this batch, "
+                "other than for the planned one; give batches of the planned shapes, or plan for this one"
+            )
+
+
+class _Named(Mapping[int, torch.Tensor]):
+    """Buffers by the tensor index of another graph."""
+
+    def __init__(self, graph: Graph, buffers: Mapping[str, torch.Tensor]) -> None:
+        self._graph = graph
+        self._buffers = buffers
+
+    def __getitem__(self, tensor: int) -> torch.Tensor:
+        name = self._graph.tensors[tensor].name
+        if name not in self._buffers:
+            raise RunError(f"this batch makes the model read {name}, which the planned one does not; plan for this one")
+        return self._buffers[name]
+
+    def __iter__(self) -> Any:
+        return (t for t, described in enumerate(self._graph.tensors) if described.name in self._buffers)
+
+    def __len__(self) -> int:
+        return sum(1 for _ in self)
 
 
 class _Attributes(Mapping[int, torch.Tensor]):
@@ -245,19 +579,25 @@ class _Attributes(Mapping[int, torch.Tensor]):
 
     def __init__(self, graph: Graph, tensors: Mapping[int, torch.Tensor], device: torch.device) -> None:
         self._graph = graph
-        self._tensors = dict(tensors)
+        self._tensors = tensors
+        self._constants: dict[int, torch.Tensor] = {}
+        self.buffers: dict[str, torch.Tensor] = {}  # those that were asked for, by name
         self._device = device
 
     def __getitem__(self, tensor: int) -> torch.Tensor:
-        if tensor not in self._tensors and self._graph.tensors[tensor].kind == "constant":
-            self._tensors[tensor] = constant(self._graph, tensor, self._device)
-        return self._tensors[tensor]
+        if self._graph.tensors[tensor].kind == "buffer":
+            return self.buffers.setdefault(self._graph.tensors[tensor].name, self._tensors[tensor])
+        if self._graph.tensors[tensor].kind != "constant":
+            return self._tensors[tensor]
+        if tensor not in self._constants:
+            self._constants[tensor] = constant(self._graph, tensor, self._device)
+        return self._constants[tensor]
 
     def __iter__(self) -> Any:
-        return iter(self._tensors)
+        return iter({**self._tensors, **self._constants})
 
     def __len__(self) -> int:
-        return len(self._tensors)
+        return len(self._tensors) + len(self._constants)
 
 
 def stage_positions(plan: Plan) -> list[range]:

@@ -1,21 +1,30 @@
 """Training a model that has no graph: its own modules, wrapped as they are.
 
 Custom autograd Functions, hooks and parametrizations run as the user wrote them. There is no
-pipeline and no recomputation; ZeRO, gradient accumulation and clipping are the same.
+pipeline and no recomputation; ZeRO, gradient accumulation and clipping are the same. Random numbers are torch's own,
+seeded anew for every micro-batch: repeatable, but another plan draws others.
 """
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
 import torch
+from torch import distributed as dist
 from torch import nn
-from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
 
 from planner.errors import ModelError, PlanError, RunError
+from planner.graph import Graph
 from planner.plan import Plan
-from planner.runtime.execute import Owned
-from planner.runtime.zero import COMPUTE_DTYPES, Sharder, master_dtype
+from planner.runtime.execute import Evaluated, Owned
+from planner.runtime.inputs import evaluation_sizes, exchanged, shared_out
+from planner.runtime.random import RandomSource, seeded
+from planner.runtime.statistics import DataRanks, ModuleStatistics
+from planner.runtime.unused import UsedParameters
+from planner.runtime.weights import Values, check_attributes, fill, together
+from planner.runtime.zero import COMPUTE_DTYPES, Sharder, fsdp_modules, master_dtype
+from planner.trace import Evaluation
 from planner.trace.batch import Leaf, call, leaves, map_leaves, num_samples, scalar_loss
 
 LossFunction = Callable[[Any, Any], torch.Tensor]
@@ -28,10 +37,14 @@ class FallbackEngine:
         self,
         plan: Plan,
         model: nn.Module,
+        graph: Graph,
         loss_fn: LossFunction | None,
         *,
         sharder: Sharder,
+        data_ranks: DataRanks,
         device: torch.device,
+        values: Values,
+        seed: int = 0,
     ) -> None:
         self.model = model
         self.sharder = sharder
@@ -40,9 +53,14 @@ class FallbackEngine:
         self._micro_batch = plan.micro_batch
         self._num_microbatches = plan.num_microbatches
         self._dtype = COMPUTE_DTYPES[plan.precision]
+        self.random = RandomSource(seed)
+        self._rank = data_ranks.rank
+        self._input_names = {graph.tensors[index].name for index in graph.inputs}
         hooks = _parameter_hooks(model)
         names = {id(p): name for name, p in model.named_parameters()}
-        _prepare(model, master_dtype(plan.precision), device, wrapped=sharder.mesh is not None)
+        with together():
+            check_attributes(model)
+            _prepare(model, master_dtype(plan.precision), values, device, wrapped=sharder.mesh is not None)
         # The same tensors under new objects if they moved: sites stay, objects are read when needed.
         self.owned = _sites(model, names)
         modules = dict(model.named_modules())
@@ -54,22 +72,76 @@ class FallbackEngine:
             if name:
                 sharder.wrap(modules[name], zeros[name])
         sharder.wrap(model, zeros[""])
-        _move_hooks(model, hooks)
+        with together():
+            fill(model, self.owned, values, device)
+        self._read = _read_in_forward(model, self.owned)
+        _move_hooks(self.owned, self._read, hooks)
+        self._used = UsedParameters(self._read)
+        self._statistics = ModuleStatistics(model, data_ranks, device)
         if not model.training:  # parts that the user put in eval mode stay so
             model.train()
 
-    def run(self, batch: object) -> torch.Tensor:
-        """Forward and backward of all micro-batches; the mean of their losses."""
+    def run(self, batch: object, scale: float = 1.0) -> torch.Tensor:
+        """Forward and backward of all micro-batches; the mean of their losses, weighed by their samples.
+
+        Raises:
+            RunError: the batch does not fit, on all ranks alike; nothing was run then.
+        """
+        samples = self._samples_everywhere(batch)
+        shares = shared_out(
+            samples, self._rank, micro_batch=self._micro_batch, num_microbatches=self._num_microbatches
+        )  # fmt: skip
+        draws = self.random.next_step(shares.first_sample, shares.sizes)
         losses = []
-        for position, inputs in enumerate(self._split(batch)):
-            self.sharder.before_micro_batch(is_last=position == self._num_microbatches - 1)
-            try:
-                loss = scalar_loss(call(self.model, inputs), inputs, self._loss_fn)
-            except ModelError as error:
-                raise RunError(f"step: {error}") from error
-            losses.append(loss.detach().double())
-            (loss / self._num_microbatches).backward()  # type: ignore[no-untyped-call]
+        self._statistics.begin()
+        for position, inputs in enumerate(self._split(batch, shares.sizes)):
+            self.sharder.before_micro_batch(is_last=position == len(shares.sizes) - 1)
+            with seeded(draws[position].of_sample(0, 0), self._device):
+                try:
+                    loss = scalar_loss(call(self.model, inputs), inputs, self._loss_fn)
+                except ModelError as error:
+                    raise RunError(f"step: {error}") from error
+                loss = loss * (shares.sizes[position] * shares.num_microbatches / sum(samples))
+                losses.append(loss.detach().double())
+                loss = self._used.touch(loss, self._read)
+                (loss * (scale / len(shares.sizes))).backward()  # type: ignore[no-untyped-call]
+        self._statistics.end()
         return torch.stack(losses).mean()
+
+    def evaluate(self, batch: object, outputs: Sequence[str], *, gather: bool) -> Evaluated:
+        """Forward in eval mode without gradients, on any number of samples; the loss is the mean over them."""
+        samples = self._samples_everywhere(batch)
+        sizes, kept = evaluation_sizes(samples, self._rank, min(self._micro_batch, max(samples)))
+        with_loss = self._input_names <= {leaf.name for leaf in leaves(batch)}
+        results: list[tuple[torch.Tensor, ...]] = []
+        modes = [(module, module.training) for module in self.model.modules()]
+        evaluation = Evaluation(outputs, self._loss_fn, with_loss=with_loss)
+        failure: Exception | None = None
+        self.model.eval()
+        try:
+            with torch.no_grad():
+                for inputs in self._split(batch, sizes, kept=kept):
+                    results.append(evaluation(call(self.model, inputs), inputs))
+        except ModelError as error:
+            failure = error
+        finally:
+            for module, training in modes:
+                module.training = training
+            self.sharder.after_backward()
+        exchanged([], failure, self._device)
+        loss = None
+        if with_loss:
+            parts = [result[0].double() * size for result, size in zip(results[:kept], sizes, strict=False)]
+            total = torch.stack(parts).sum() / sum(samples)
+            dist.all_reduce(total)
+            loss = total.item()
+        found = {}
+        for position, name in enumerate(evaluation.names, 1):
+            for result, size in zip(results[:kept], sizes, strict=False):
+                if result[position].ndim == 0 or result[position].shape[0] != size:
+                    raise RunError(f"the output {name} has no batch dim; only outputs of each sample can be had")
+            found[name] = torch.cat([result[position] for result in results[:kept]])
+        return Evaluated(loss=loss, outputs={n: _gathered(v, samples) if gather else v for n, v in found.items()})
 
     def sum_tied(self) -> None:
         """Nothing: one stage holds every parameter once."""
@@ -79,40 +151,53 @@ class FallbackEngine:
         return dict(self.model.named_buffers())
 
     def after_backward(self) -> None:
-        """Free gathered parameters."""
+        """Free gathered parameters; take gradients from parameters that no rank used."""
         self.sharder.after_backward()
+        self._used.drop_unused({owned.name: owned.parameter for owned in self.owned if owned.name in self._read})
 
-    def _split(self, batch: object) -> Iterable[Any]:
-        """Micro-batches: equal parts of every tensor that has the samples in dim 0."""
-        expected = self._micro_batch * self._num_microbatches
+    def _samples_everywhere(self, batch: object) -> list[int]:
+        """The samples of every data rank."""
+        failure: Exception | None = None
+        samples = 0
         try:
             samples = num_samples(batch)
         except ModelError as error:
-            raise RunError(f"step: {error}") from error
-        if samples != expected:
-            raise RunError(
-                f"the batch has {samples} samples, this data rank takes {expected} a step "
-                f"({self._num_microbatches} micro-batches of {self._micro_batch}); "
-                "give every data rank its own global_batch / data_world samples"
-            )
+            failure = RunError(f"step: {error}")
+        return [int(count) for (count,) in exchanged([samples], failure, self._device)]
+
+    def _split(self, batch: object, sizes: Sequence[int], *, kept: int | None = None) -> Iterable[Any]:
+        """Micro-batches of `sizes`: parts of what has the samples in dim 0; from `kept` on the first sample."""
         batched = {leaf.name for leaf in leaves(batch) if leaf.is_batched}
 
-        def part(position: int, leaf: Leaf) -> torch.Tensor:
+        def part(start: int, size: int, leaf: Leaf) -> torch.Tensor:
             value = leaf.tensor
             if leaf.name in batched:
-                value = value.tensor_split(self._num_microbatches)[position]
+                value = value[start : start + size]
             kind = self._dtype if value.is_floating_point() else value.dtype
             return value.to(self._device, kind)
 
-        for position in range(self._num_microbatches):
-            yield map_leaves(batch, partial(part, position))
+        start = 0
+        for position, size in enumerate(sizes):
+            yield map_leaves(batch, partial(part, start if kept is None or position < kept else 0, size))
+            start += size
 
 
-def _prepare(model: nn.Module, dtype: torch.dtype, device: torch.device, *, wrapped: bool) -> None:
-    """Parameters in the dtype that the optimizer sees, everything on the device."""
+def _gathered(value: torch.Tensor, samples: Sequence[int]) -> torch.Tensor:
+    """The values of all data ranks along dim 0, in order."""
+    parts = []
+    for rank, count in enumerate(samples):
+        is_own = rank == dist.get_rank()
+        part = value.contiguous() if is_own else value.new_empty((count, *value.shape[1:]))
+        dist.broadcast(part, rank)
+        parts.append(part)
+    return torch.cat(parts)
+
+
+def _prepare(model: nn.Module, dtype: torch.dtype, values: Values, device: torch.device, *, wrapped: bool) -> None:
+    """Parameters in the dtype that the optimizer sees, everything on the device but parameters without a value yet."""
     for parameter in model.parameters():
         kind = dtype if parameter.is_floating_point() else parameter.dtype
-        parameter.data = parameter.data.to(device, kind)
+        parameter.data = parameter.data.to("meta" if parameter.is_meta else device, kind)
         if wrapped and not parameter.ndim:
             raise PlanError(
                 "a parameter without dims cannot be sharded where the model has no graph; give it the shape [1], "
@@ -120,10 +205,15 @@ def _prepare(model: nn.Module, dtype: torch.dtype, device: torch.device, *, wrap
             )
         if wrapped:
             parameter.data = parameter.data.contiguous()
+    names = {id(buffer): name for name, buffer in model.named_buffers()}
+    moved: dict[str, torch.Tensor] = {}
     for module in model.modules():
         for leaf, buffer in module._buffers.items():
             if buffer is not None:
-                module._buffers[leaf] = buffer.to(device)
+                name = names[id(buffer)]
+                if name not in moved:
+                    moved[name] = values.buffer(name, device)
+                module._buffers[leaf] = moved[name]
 
 
 def _sites(model: nn.Module, names: dict[int, str]) -> list[Owned]:
@@ -160,19 +250,28 @@ def _parameter_hooks(model: nn.Module) -> dict[tuple[nn.Module, str], list[Any]]
     return found
 
 
-def _move_hooks(model: nn.Module, hooks: dict[tuple[nn.Module, str], list[Any]]) -> None:
-    """Put gradient hooks on the parameters that autograd sees: the gathered ones.
+def _read_in_forward(model: nn.Module, owned: Sequence[Owned]) -> dict[str, nn.Parameter]:
+    """The objects that autograd sees of the trainable parameters: the gathered ones, where they are sharded.
 
-    FSDP keeps each gathered parameter object for good and only frees its storage, so a hook on it
-    stays. It sees this rank's gradient of one micro-batch, before the average over ranks.
+    FSDP keeps each gathered parameter object for good and only frees its storage. One part is gathered at a time.
     """
-    if not hooks or not isinstance(model, FSDPModule):
-        return
-    wrapped = [module for module in model.modules() if isinstance(module, FSDPModule)]
-    for part in wrapped:
+    trained = [o for o in owned if o.parameter.requires_grad]
+    found = {o.name: o.parameter for o in trained}
+    for part in fsdp_modules(model):
         part.unshard()
-    for (module, leaf), functions in hooks.items():
-        for function in functions:
-            getattr(module, leaf).register_hook(function)
-    for part in wrapped:
+        found.update({o.name: o.parameter for o in trained if not isinstance(o.parameter, DTensor)})
         part.reshard()
+    return found
+
+
+def _move_hooks(
+    owned: Sequence[Owned], read: Mapping[str, nn.Parameter], hooks: Mapping[tuple[nn.Module, str], Sequence[Any]]
+) -> None:
+    """Put gradient hooks on the parameters that forward reads, if those are other objects than the model's own.
+
+    A hook then sees this rank's gradient of one micro-batch, before the average over ranks.
+    """
+    for site in owned:
+        if site.name in read and read[site.name] is not site.parameter:
+            for function in hooks.get((site.module, site.leaf), ()):
+                read[site.name].register_hook(function)  # type: ignore[no-untyped-call]

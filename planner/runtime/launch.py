@@ -28,11 +28,15 @@ _LOG_TAIL = 4000  # characters of torchrun's own words, where no rank left any
 
 @dataclass(frozen=True, kw_only=True)
 class Training:
-    """What was measured: loss of each step, seconds of a step (median), peak bytes of each rank."""
+    """What was measured: loss of each step, seconds of a step (median), peak bytes of each rank.
+
+    `check` is what the self-check before training found, in words.
+    """
 
     losses: tuple[float, ...]
     measured_step_seconds: float
     peak_bytes: tuple[int, ...]
+    check: str
 
 
 class RankError(RunError):
@@ -82,6 +86,7 @@ def launch(job: Job, plan: Plan, on_step: Callable[[int, float, float], None]) -
             losses=tuple(losses),
             measured_step_seconds=result["measured_step_seconds"],
             peak_bytes=tuple(result["peak_bytes"]),
+            check=result["check"],
         )
 
 

@@ -6,7 +6,8 @@ import logging
 import math
 import os
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -14,20 +15,36 @@ from torch import distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from planner.errors import PlanError
+from planner.errors import PlanError, RunError
 from planner.graph import Graph
 from planner.plan import Plan
+from planner.runtime.check import CheckReport, check_everywhere
 from planner.runtime.execute import (
     Engine,
+    Evaluated,
     GraphEngine,
+    Key,
     Optimizer,
+    Retrace,
     root_zero,
-    stage_positions,
-    stages_of_parameters,
 )
 from planner.runtime.fallback import FallbackEngine
-from planner.runtime.zero import COMPUTE_DTYPES, Sharder, local, master_dtype, stage_class, whole
-from planner.trace import trace
+from planner.runtime.initialise import Init
+from planner.runtime.inputs import Form, Inputs
+from planner.runtime.statistics import DataRanks
+from planner.runtime.weight_files import GivenWeights
+from planner.runtime.weights import (
+    DEFAULT_SHARD_BYTES,
+    StateTemplate,
+    Values,
+    check_parameters,
+    fill,
+    release,
+    take,
+    together,
+)
+from planner.runtime.zero import COMPUTE_DTYPES, Sharder, local, stage_class, whole
+from planner.trace import Evaluation, leaves, trace
 
 _log = logging.getLogger(__name__)
 LossFunction = Callable[[Any, Any], torch.Tensor]
@@ -39,7 +56,8 @@ class Trainer:
 
     `optimizer` is the torch optimizer over this rank's parameters (None where a rank has none to
     train): learning-rate schedulers take it as usual. `grad_norm` is the norm of the whole model's
-    gradient in the last step, before clipping.
+    gradient in the last step, before clipping. `check` is what the self-check before training found (None = not run).
+    `weight_bytes_read` is what this rank read of the weights that `apply` was given.
     """
 
     def __init__(
@@ -51,7 +69,7 @@ class Trainer:
         device: torch.device,
         optimizer: Optimizer | None,
         max_grad_norm: float | None,
-        template: "_StateTemplate",
+        template: StateTemplate,
     ) -> None:
         self.plan = plan
         self.engine = engine
@@ -59,6 +77,8 @@ class Trainer:
         self.data_world = plan.mesh.dp
         self.data_rank = dist.get_rank() % plan.mesh.dp
         self.grad_norm = math.nan
+        self.check: CheckReport | None = None
+        self.weight_bytes_read = 0
         self._max_grad_norm = max_grad_norm
         self._template = template
         self._mesh = mesh
@@ -67,38 +87,126 @@ class Trainer:
         named = [(owned.name, owned.parameter) for owned in self._trained]
         self.optimizer = make(named) if named else None
 
-    def step(self, batch: object) -> float:
-        """Train on one batch: this data rank's `global_batch / data_world` samples.
+    @property
+    def num_steps(self) -> int:
+        """Steps that were run; set it when you resume, so that dropout goes on where it was."""
+        return self.engine.random.step
 
-        All pipeline ranks of one data rank give the same batch. Returns the mean loss over the
-        whole global batch, on every rank. Gradients stay until the next step.
+    @num_steps.setter
+    def num_steps(self, number: int) -> None:
+        self.engine.random.step = number
+
+    def step(self, batch: object) -> float:
+        """Train on one batch: this data rank's `global_batch / data_world` samples, or fewer.
+
+        All pipeline ranks of one data rank give the same batch; data ranks may differ a little in samples, and sequence
+        lengths may change from step to step. Returns the loss of the whole global batch, on every rank: as one device
+        has it, whatever the samples, valid targets and masks of each micro-batch. Gradients stay until the next step.
 
         Raises:
             RunError: the batch does not fit the plan.
         """
-        for owned in self._trained:
-            owned.parameter.grad = None
-        loss = self.engine.run(batch)
-        self.engine.after_backward()
-        self.engine.sum_tied()
+        self.zero_grad()
+        loss = self._run(batch, 1.0)
         # One collective for both: the last stages' mean losses, everyone's squared gradient norm.
         totals = torch.stack([loss / self.data_world, self._squared_norm()])
         dist.all_reduce(totals)
         mean_loss, squared = totals.tolist()
-        # Replicas hold the same gradient, shards of one gradient add up.
-        self.grad_norm = math.sqrt(squared / self.plan.mesh.dp_replicate)
-        self._clip()
-        if self.optimizer is not None:
-            self.optimizer.step()
+        self._note_norm(squared)
+        if self._max_grad_norm is not None:
+            self._clip(self._max_grad_norm)
+        self.optimizer_step()
         return float(mean_loss)
 
-    def state_dict(self) -> dict[str, Any]:
+    def forward_backward(self, batch: object, *, scale: float = 1.0) -> float:
+        """Add the gradients of one batch's loss times `scale` to those that are there; nothing is updated.
+
+        For a loop of your own: several calls add up as several `backward` calls do, then come `clip_grad_norm_`,
+        `optimizer_step` and `zero_grad`, as usual. The batch is as for `step`; so is what is returned, not scaled.
+
+        Raises:
+            RunError: the batch does not fit the plan.
+        """
+        loss = self._run(batch, scale) / self.data_world
+        dist.all_reduce(loss)
+        return loss.item()
+
+    def clip_grad_norm_(self, max_norm: float) -> float:
+        """Clip the gradients of the whole model as `torch.nn.utils.clip_grad_norm_` does; a collective.
+
+        Returns:
+            The norm before clipping, over all ranks and stages; a shared parameter counts once.
+        """
+        squared = self._squared_norm()
+        dist.all_reduce(squared)
+        self._note_norm(squared.item())
+        self._clip(max_norm)
+        return self.grad_norm
+
+    def optimizer_step(self) -> None:
+        """`optimizer.step()`, on ranks that have parameters to train."""
+        if self.optimizer is not None:
+            self.optimizer.step()
+
+    def zero_grad(self) -> None:
+        """Forget the gradients of this rank's parameters."""
+        for owned in self._trained:
+            owned.parameter.grad = None
+
+    def evaluate(self, batch: object, outputs: Sequence[str] = (), *, gather: bool = True) -> Evaluated:
+        """Loss and outputs in eval mode, without gradients: dropout is off, no statistics are updated.
+
+        The batch is this data rank's, of any number of samples (at least one); it may lack labels if outputs are asked
+        for. `outputs` are names of tensors in what the model returns: a field, a key, or "0" for the first of a tuple
+        ("hidden_states" is all tensors in it). All ranks call it alike. Outputs are those of the whole batch in order,
+        on every rank; with `gather=False` those of this data rank.
+
+        Raises:
+            RunError: the batch does not fit the model, or it does not return such an output.
+        """
+        return self.engine.evaluate(batch, outputs, gather=gather)
+
+    def _run(self, batch: object, scale: float) -> torch.Tensor:
+        """Forward and backward; this rank's part of the mean loss."""
+        loss = self.engine.run(batch, scale)
+        self.engine.after_backward()
+        self.engine.sum_tied()
+        return loss
+
+    def _note_norm(self, squared: float) -> None:
+        # Replicas hold the same gradient, shards of one gradient add up.
+        self.grad_norm = math.sqrt(squared / self.plan.mesh.dp_replicate)
+
+    def state_dict(self, *, rank0_only: bool = False) -> dict[str, Any]:
         """The model as it is now: names and shapes of the plain model, full tensors on the CPU.
 
-        Complete on every rank; every rank must call it. Loads strictly into the plain model.
-        Buffers that training updates (BatchNorm statistics) are those of the caller's data rank.
+        Complete on every rank, or with `rank0_only` on rank 0 and empty elsewhere; every rank must call it. Loads
+        strictly into the plain model.
+        Buffers that training updates (BatchNorm statistics) are the same on every data rank: those of one device
+        that ran the micro-batches of all ranks in order.
         """
-        return self._template.fill(self._mesh["pp"].get_group(), self.engine, self.device)
+        return self._template.fill(self._mesh["pp"].get_group(), self.engine, self.device, rank0_only=rank0_only)
+
+    def save_weights(
+        self, directory: str | Path, *, max_shard_bytes: int = DEFAULT_SHARD_BYTES, dtype: torch.dtype | None = None
+    ) -> list[Path]:
+        """Write safetensors under the names of the plain model; with Hugging Face's index if they are several files.
+
+        Every rank must call it. The first data rank of each stage writes the tensors of its stage one by one, so that
+        no rank holds more than its part and one tensor; `directory` must be shared. A tied parameter is written once,
+        under its first name, as Hugging Face and `safetensors.torch.load_model` do. Files get their names when all are
+        whole. `dtype` converts floating tensors, which else have the dtype of the optimizer's parameters.
+
+        Returns:
+            The files, the index last.
+
+        Raises:
+            RunError: the directory holds weights already or cannot be written.
+        """
+        return self._template.save(
+            Path(directory), self.engine, stage=self._mesh["pp"].get_local_rank(), is_writer=self.data_rank == 0,
+            max_shard_bytes=max_shard_bytes, dtype=dtype,
+        )  # fmt: skip
 
     def gradients(self) -> dict[str, torch.Tensor]:
         """Full gradients of this rank's parameters by name, on the CPU, as the last step used them.
@@ -119,11 +227,9 @@ class Trainer:
             return torch.zeros((), dtype=torch.float64, device=self.device)
         return nn.utils.get_total_norm(gradients).double().square()
 
-    def _clip(self) -> None:
+    def _clip(self, max_norm: float) -> None:
         """Scale gradients as `torch.nn.utils.clip_grad_norm_` does, by the norm over all ranks."""
-        if self._max_grad_norm is None:
-            return
-        factor = min(1.0, self._max_grad_norm / (self.grad_norm + 1e-6))
+        factor = min(1.0, max_norm / (self.grad_norm + 1e-6))
         gradients = [local(owned.parameter.grad) for owned in self._trained if owned.parameter.grad is not None]
         if gradients:
             torch._foreach_mul_(gradients, factor)
@@ -137,21 +243,28 @@ def apply(
     optimizer: Optimizer | None = None,
     loss_fn: LossFunction | None = None,
     max_grad_norm: float | None = None,
+    weights: GivenWeights | None = None,
+    seed: int = 0,
+    init: Init | None = None,
+    check: bool = True,
 ) -> Trainer:
     """`apply_plan` with the graph traced anew from `model` and the batch that the plan describes.
 
-    `batch` gives names, shapes and dtypes where the plan holds none.
+    `batch` gives names, shapes and dtypes where the plan holds none, and the self-check its samples.
 
     Raises:
         PlanError: the plan is not for this model or number of processes.
-        ModelError: the batch does not fit the model.
+        ModelError: the batch or the weights do not fit the model.
     """
     described = _described_batch(plan) if batch is None else batch
     graph = trace(
         model, described, precision=plan.precision, loss_fn=loss_fn, name=plan.model,
         device_kind="cuda" if torch.cuda.is_available() else "cpu",
     )  # fmt: skip
-    return apply_plan(plan, model, graph=graph, optimizer=optimizer, loss_fn=loss_fn, max_grad_norm=max_grad_norm)
+    return apply_plan(
+        plan, model, graph=graph, optimizer=optimizer, loss_fn=loss_fn, max_grad_norm=max_grad_norm,
+        weights=weights, seed=seed, init=init, check=check, batch=batch,
+    )  # fmt: skip
 
 
 def _described_batch(plan: Plan) -> object:
@@ -160,14 +273,22 @@ def _described_batch(plan: Plan) -> object:
         raise PlanError("the plan does not say what a batch looks like; give apply(..., batch=)")
     fixed = {spec.shape[0] for spec in plan.inputs if spec.shape}
     samples = next(n for n in itertools.count(2) if n not in fixed)
-    nested: dict[str, Any] = {}
+    tensors = {}
     for spec in plan.inputs:
-        *path, leaf = spec.name.split(".")
+        shape = [samples if size == -1 else size for size in spec.shape]
+        tensors[spec.name] = torch.empty(shape, dtype=getattr(torch, spec.dtype), device="meta")
+    return _nested(tensors)
+
+
+def _nested(tensors: Mapping[str, torch.Tensor]) -> Any:
+    """A batch from the names of its leaves."""
+    nested: dict[str, Any] = {}
+    for name, tensor in tensors.items():
+        *path, leaf = name.split(".")
         place = nested
         for key in path:
             place = place.setdefault(key, {})
-        shape = [samples if size == -1 else size for size in spec.shape]
-        place[leaf] = torch.empty(shape, dtype=getattr(torch, spec.dtype), device="meta")
+        place[leaf] = tensor
     return _sequences(nested)
 
 
@@ -189,24 +310,36 @@ def apply_plan(
     optimizer: Optimizer | None = None,
     loss_fn: LossFunction | None = None,
     max_grad_norm: float | None = None,
+    weights: GivenWeights | None = None,
+    seed: int = 0,
+    init: Init | None = None,
+    check: bool = True,
+    batch: object = None,
 ) -> Trainer:
     """A trainer for `model` by `plan`, on this rank of a torchrun job.
 
-    `model` holds its weights, the same on all ranks. Afterwards the trainer owns them: this rank
-    keeps its own stage, and parameters of `model` that are sharded, cast or of another stage are
-    on meta. `graph` is the trace of `model`, made anew in each process. `optimizer` takes a list
-    of (name, parameter) and returns a torch optimizer. `loss_fn` is read only where the model has
-    no graph.
+    `model` holds its weights, the same on all ranks, or is on meta. `weights` are those to start from: a state_dict, or
+    a directory or file of safetensors or `torch.save`, of which a rank reads its own part. What is on meta and not
+    among them is drawn from `seed` by the modules' own methods, then by `init(module)`: the same values for every plan
+    (see `initialise`). Afterwards the trainer owns the weights: this rank keeps its own stage, and parameters of
+    `model` that are sharded, cast or of another stage are on meta. `graph` is the trace of `model`, made anew in each
+    process. `optimizer` takes a list of (name, parameter) and returns a torch optimizer. `loss_fn` is read by the
+    self-check, and where the model has no graph. `seed` is also that of dropout and other random operators: with a
+    graph the same elements are dropped whatever the plan. They leave torch's own generator as it is. With `check`, rank
+    0 first compares the lowered blocks with `model` as it is now, on samples of `batch` or random ones.
 
     Raises:
         PlanError: the plan is not for this model, graph or number of processes.
+        ModelError: the weights are not this model's, or nothing initialises a parameter or buffer.
+        CheckError: the blocks do not compute what the module does.
     """
     _check_plan(plan, graph)
-    _check_materialised(model)
     device = _start(plan)
     _check_same_plan(plan)
-    _check_equal_everywhere(model)
-    _check_parameters(model, graph)
+    check_parameters(model, graph)
+    with together():
+        values = Values(model, weights=weights, seed=seed, init=init, device=device)
+    values.check_equal_everywhere()
     if graph.not_separable and plan.num_microbatches * plan.mesh.dp > 1:
         _log.warning("%s: training equals one device with the same micro-batches", graph.not_separable)
     warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a view tensor")
@@ -215,17 +348,35 @@ def apply_plan(
         (plan.mesh.pp, plan.mesh.dp_replicate, plan.mesh.dp_shard),
         mesh_dim_names=("pp", "dp_replicate", "dp_shard"),
     )
-    sharder = Sharder(_data_mesh(plan, mesh), plan.precision)
-    template = _StateTemplate(model, plan, graph)
+    report = None
+    if check:
+        report = check_everywhere(
+            model, graph, precision=plan.precision, micro_batch=plan.micro_batch, device=device, batch=batch,
+            loss_fn=loss_fn,
+        )  # fmt: skip
+    sharder = Sharder(_data_mesh(plan, mesh), plan.precision, same_gradients=not graph.fallbacks)
+    with together():
+        template = StateTemplate(model, plan, graph, values)
     engine: Engine
     if graph.fallbacks:
-        engine = FallbackEngine(plan, model, loss_fn, sharder=sharder, device=device)
+        engine = FallbackEngine(
+            plan, model, graph, loss_fn, sharder=sharder, data_ranks=DataRanks.of(mesh), device=device, seed=seed,
+            values=values,
+        )  # fmt: skip
     else:
-        tensors = _take(model, plan, graph, mesh["pp"].get_local_rank(), device, wrapped=sharder.mesh is not None)
-        engine = GraphEngine(plan, graph, tensors, mesh=mesh, sharder=sharder, device=device)
+        index = mesh["pp"].get_local_rank()
+        with together():
+            tensors = take(model, plan, graph, index, device, values=values, wrapped=sharder.mesh is not None)
+        engine = GraphEngine(
+            plan, graph, tensors, mesh=mesh, sharder=sharder, device=device, seed=seed,
+            retrace=_retracer(plan, model, graph, loss_fn),
+        )  # fmt: skip
+        with together():
+            fill(engine.stage, engine.owned, values, device)
         del tensors
-        _release(model, engine, graph)
-    return Trainer(
+        release(model, engine, graph)
+    values.refuse_missing()
+    trainer = Trainer(
         plan,
         engine,
         mesh=mesh,
@@ -234,6 +385,41 @@ def apply_plan(
         max_grad_norm=max_grad_norm,
         template=template,
     )
+    trainer.check = report
+    trainer.weight_bytes_read = values.bytes_read
+    return trainer
+
+
+def _retracer(plan: Plan, model: nn.Module, graph: Graph, loss_fn: LossFunction | None) -> Retrace:
+    """What makes graphs of `model` for other batches.
+
+    Before the first one the planned graph is made again: `model` and `loss_fn` must be those that it was made of.
+    """
+    inputs = Inputs(graph, device=torch.device("meta"))
+    is_known = False
+
+    def traced(form: Form, batch: object, evaluation: Evaluation | None) -> Graph:
+        return trace(
+            model, inputs.example(form, batch), precision=plan.precision, loss_fn=loss_fn, name=plan.model,
+            evaluation=evaluation, like=graph,
+        )  # fmt: skip
+
+    def retrace(key: Key, batch: object) -> Graph:
+        nonlocal is_known
+        form, outputs, with_loss = key
+        if not is_known:
+            whole = batch
+            if {leaf.name for leaf in leaves(batch)} != inputs.index_of.keys() and not graph.settings:
+                whole = _nested({name: torch.empty(1, device="meta") for name in inputs.index_of})
+            if traced(inputs.form, whole, None).fingerprint != graph.fingerprint:
+                raise RunError(
+                    "the batch is of another shape than the planned one, or to be evaluated, and the model or the "
+                    "loss function is not the one that was traced; give apply the loss_fn, and leave the model as it is"
+                )
+            is_known = True
+        return traced(form, batch, None if outputs is None else Evaluation(outputs, loss_fn, with_loss=with_loss))
+
+    return retrace
 
 
 def _check_plan(plan: Plan, graph: Graph) -> None:
@@ -249,11 +435,6 @@ def _check_plan(plan: Plan, graph: Graph) -> None:
         raise PlanError(
             f"the plan uses tp={mesh.tp}, cp={mesh.cp}, ep={mesh.ep}, which the runtime does not "
             "have yet; plan with tp=1"
-        )
-    if mesh.dp_replicate > 1 and mesh.dp_shard > 1:
-        raise PlanError(
-            f"the plan has dp_replicate={mesh.dp_replicate} and dp_shard={mesh.dp_shard}, a mix "
-            "that the runtime does not have yet; plan with one of them 1"
         )
     if plan.precision not in COMPUTE_DTYPES or _GRAPH_DTYPES.get(graph.dtype) != plan.precision:
         raise PlanError(
@@ -271,6 +452,8 @@ def _check_plan(plan: Plan, graph: Graph) -> None:
             f"{graph.couples_samples}, so micro-batches and data parallelism change the result; "
             "plan with one micro-batch on one data rank"
         )
+    if graph.one_data_rank and mesh.dp > 1:
+        raise PlanError(f"{graph.one_data_rank}, so {mesh.dp} data ranks would differ from one device; plan with dp=1")
     names = [block.name for stage in plan.stages for block in stage.blocks]
     if names != [block.name for block in graph.blocks] or len(plan.stages) != mesh.pp:
         raise PlanError(
@@ -287,17 +470,17 @@ def _check_plan(plan: Plan, graph: Graph) -> None:
             f"ZeRO-0 blocks use dp_replicate and all blocks or none; the plan has dp_replicate="
             f"{mesh.dp_replicate}, dp_shard={mesh.dp_shard} and ZeRO stages {sorted(set(zeros))}"
         )
-    if 0 not in zeros and mesh.dp_replicate > 1:
-        raise PlanError(f"ZeRO stages {sorted(set(zeros))} use dp_shard, the plan has dp_replicate={mesh.dp_replicate}")
+    if 0 not in zeros and mesh.dp_shard == 1 < mesh.dp_replicate:
+        raise PlanError(
+            f"ZeRO stages {sorted(set(zeros))} shard over dp_shard, which is 1 in the plan beside dp_replicate="
+            f"{mesh.dp_replicate}"
+        )
     if graph.fallbacks:
         if mesh.pp > 1 or any(b.recompute != "none" for b in plan.stages[0].blocks):
             raise PlanError(f"{graph.fallbacks[0]}; without a graph a plan has no pipeline and no recomputation")
         return
     if mesh.pp > 1 and graph.reads_updates:
-        raise PlanError(
-            f"{graph.reads_updates} reads a buffer that forward updates, which a pipeline would change before the "
-            "backward pass; plan with pp=1"
-        )
+        raise PlanError(f"{graph.reads_updates}; plan with pp=1")
     zero_of = dict(zip(names, zeros, strict=True))
     for parameter, readers in graph.tie_groups:
         found = {zero_of[names[reader]] for reader in readers}
@@ -308,16 +491,6 @@ def _check_plan(plan: Plan, graph: Graph) -> None:
             )
     for index in range(mesh.pp):
         root_zero(plan, graph, index)
-
-
-def _check_materialised(model: nn.Module) -> None:
-    for kind, named in (("parameter", model.named_parameters()), ("buffer", model.named_buffers())):
-        for name, tensor in named:
-            if tensor.is_meta:
-                raise PlanError(
-                    f"{kind} {name} is on meta and has no value; build the model on the CPU from "
-                    "one seed on every rank, or load its weights, before apply"
-                )
 
 
 def _start(plan: Plan) -> torch.device:
@@ -363,179 +536,17 @@ def _check_same_plan(plan: Plan) -> None:
         )
 
 
-def _check_equal_everywhere(model: nn.Module) -> None:
-    """Refuse a model whose parameters or buffers differ between ranks."""
-    if dist.get_world_size() == 1:
-        return
-    named = [*model.named_parameters(), *model.named_buffers()]
-    digests = [(name, _digest(tensor)) for name, tensor in named]
-    everything = hashlib.sha256(repr(digests).encode()).hexdigest()
-    totals: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(totals, everything)
-    if len(set(totals)) == 1:
-        return
-    lists: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(lists, digests)
-    for rank, other in enumerate(lists):
-        for (name, one), (other_name, two) in zip(lists[0], other, strict=False):
-            if (name, one) != (other_name, two):
-                raise PlanError(
-                    f"{name} of rank 0 and {other_name} of rank {rank} differ; build the model "
-                    "from the same seed, or load the same weights, on every rank"
-                )
-    raise PlanError("the ranks have models with different numbers of parameters")
-
-
-def _digest(tensor: torch.Tensor) -> str:
-    plain = tensor.detach().cpu().contiguous()
-    digest = hashlib.sha256(f"{tuple(plain.shape)} {plain.dtype}".encode())
-    if plain.numel():
-        digest.update(plain.reshape(-1).view(torch.uint8).numpy().data)
-    return digest.hexdigest()
-
-
-def _check_parameters(model: nn.Module, graph: Graph) -> None:
-    """Refuse a model that is not the traced one."""
-    found = dict[str, torch.Tensor](model.named_parameters()) | dict(model.named_buffers(remove_duplicate=False))
-    for tensor in graph.tensors:
-        if tensor.kind not in ("parameter", "buffer"):
-            continue
-        if tensor.name not in found:
-            raise PlanError(f"the model has no {tensor.kind} {tensor.name}, the traced one has")
-        shape = tuple(found[tensor.name].shape)
-        if shape != tensor.shape:
-            raise PlanError(f"{tensor.name} has shape {list(shape)}, in the traced model {list(tensor.shape)}")
-        if tensor.kind == "parameter" and found[tensor.name].requires_grad != tensor.requires_grad:
-            raise PlanError(
-                f"{tensor.name} is {'trained' if tensor.requires_grad else 'frozen'} in the traced "
-                "model and not in this one; trace again"
-            )
-
-
 def _data_mesh(plan: Plan, mesh: DeviceMesh) -> DeviceMesh | None:
-    """The axis that ZeRO works on; none where one data rank needs no wrapper.
+    """The axis that ZeRO works on, or both for hybrid sharding; none where one data rank needs no wrapper.
 
     One data rank in bf16 is wrapped as well: mixed precision is the wrapper's.
     """
     if plan.mesh.dp == 1 and plan.precision != "bf16":
         return None
+    if plan.mesh.dp_replicate > 1 and plan.mesh.dp_shard > 1:
+        return mesh["dp_replicate", "dp_shard"]
     is_replicated = plan.stages[0].blocks[0].zero == 0
     return mesh["dp_replicate"] if is_replicated else mesh["dp_shard"]
-
-
-def _take(
-    model: nn.Module, plan: Plan, graph: Graph, index: int, device: torch.device, *, wrapped: bool
-) -> dict[int, torch.Tensor]:
-    """Parameters of this rank's stage, and all buffers, on `device`.
-
-    The same objects where device, dtype and layout are right already.
-    """
-    parameters = dict(model.named_parameters())
-    buffers = dict(model.named_buffers(remove_duplicate=False))
-    dtype = master_dtype(plan.precision)
-    mine = {
-        t for p in stage_positions(plan)[index] for t in graph.blocks[p].parameters
-    }  # fmt: skip
-    result: dict[int, torch.Tensor] = {}
-    for tensor, described in enumerate(graph.tensors):
-        if described.kind == "parameter" and tensor in mine:
-            result[tensor] = _as_stored(parameters[described.name], dtype, device, wrapped=wrapped)
-        elif described.kind == "buffer":
-            result[tensor] = buffers[described.name].to(device)
-    return result
-
-
-def _as_stored(parameter: nn.Parameter, dtype: torch.dtype, device: torch.device, *, wrapped: bool) -> nn.Parameter:
-    """A parameter as the optimizer sees it: master dtype, this device.
-
-    FSDP wants it contiguous and with at least one dim; the blocks read a stored scalar as one.
-    """
-    value = parameter.detach().to(device, dtype if parameter.is_floating_point() else parameter.dtype)
-    if wrapped:
-        value = value.contiguous().reshape(value.shape or (1,))
-    same = value.data_ptr() == parameter.data_ptr() and value.shape == parameter.shape
-    if same and value.dtype == parameter.dtype and value.stride() == parameter.stride():
-        return parameter
-    return nn.Parameter(value, parameter.requires_grad)
-
-
-def _release(model: nn.Module, engine: Engine, graph: Graph) -> None:
-    """Put parameters that this rank does not train as they are on meta, to free their memory.
-
-    Those that nothing reads stay: no block owns them.
-    """
-    kept = {id(owned.parameter) for owned in engine.owned}
-    kept |= {id(p) for n, p in model.named_parameters() if n in graph.unused_parameters}
-    memo: dict[int, nn.Parameter] = {}
-    for module in model.modules():
-        for leaf, parameter in module._parameters.items():
-            if parameter is None or id(parameter) in kept:
-                continue
-            if id(parameter) not in memo:
-                memo[id(parameter)] = nn.Parameter(torch.empty_like(parameter, device="meta"), parameter.requires_grad)
-            module._parameters[leaf] = memo[id(parameter)]
-
-
-class _StateTemplate:
-    """What the plain model's `state_dict` has: its keys, and where each value is now."""
-
-    def __init__(self, model: nn.Module, plan: Plan, graph: Graph) -> None:
-        names = {id(p): name for name, p in model.named_parameters()}
-        buffers = {id(b): name for name, b in model.named_buffers()}
-        self._dtype = master_dtype(plan.precision)
-        self._keys: list[tuple[str, str, Any]] = []  # key, name of the parameter or buffer, value
-        self._shapes = {name: tuple(p.shape) for name, p in model.named_parameters()}
-        self._kinds = {name: self._dtype if p.is_floating_point() else p.dtype for name, p in model.named_parameters()}
-        readers = stages_of_parameters(plan, graph)
-        self._stage_of = {graph.tensors[t].name: stages[0] for t, stages in readers.items()}
-        if graph.fallbacks:
-            self._stage_of = dict.fromkeys(self._shapes, 0)
-        self._written: dict[str, int] = {}  # buffer -> stage that updates it
-        for stage, positions in enumerate(stage_positions(plan)):
-            for position in positions:
-                for node in graph.blocks[position].nodes:
-                    for tensor in graph.nodes[node].mutates:
-                        if graph.tensors[tensor].kind == "buffer":
-                            self._written[graph.tensors[tensor].name] = stage
-        self._unused: dict[str, torch.Tensor] = {}
-        for key, value in model.state_dict(keep_vars=True).items():
-            name = names.get(id(value), buffers.get(id(value), ""))
-            if id(value) in names:
-                if name not in self._stage_of:
-                    self._unused[name] = value.detach().cpu().clone()
-                value = None
-            self._keys.append((key, name, value))
-
-    def fill(self, pp_group: dist.ProcessGroup, engine: Engine, device: torch.device) -> dict[str, Any]:
-        """The state dict; collective."""
-        owned = {o.name: o for o in engine.owned}
-        me, stages = dist.get_rank(pp_group), dist.get_world_size(pp_group)
-
-        def exchanged(value: torch.Tensor, stage: int) -> torch.Tensor:
-            if stages > 1:
-                dist.broadcast(value, dist.get_global_rank(pp_group, stage), group=pp_group)
-            return value.cpu()
-
-        values: dict[str, torch.Tensor] = dict(self._unused)
-        for name, stage in self._stage_of.items():
-            value = (
-                whole(owned[name].parameter).reshape(self._shapes[name]).contiguous()
-                if me == stage
-                else torch.empty(self._shapes[name], dtype=self._kinds[name], device=device)
-            )
-            values[name] = exchanged(value, stage)
-        current = engine.buffers()
-        values.update(current)
-        for _, name, value in self._keys:
-            if name in self._written:
-                stage = self._written[name]
-                mine = current[name] if me == stage else torch.empty_like(value, device=device)
-                values[name] = exchanged(mine.detach().contiguous(), stage)
-        return {key: _plain(values.get(name, value)) for key, name, value in self._keys}
-
-
-def _plain(value: Any) -> Any:
-    return value.detach().cpu().clone() if isinstance(value, torch.Tensor) else value
 
 
 def _default_optimizer(name: str) -> Optimizer:

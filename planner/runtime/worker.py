@@ -28,10 +28,11 @@ from planner.runtime.parent import die_with_parent
 from planner.runtime.trainer import apply_plan
 from planner.trace import leaves, map_leaves, trace
 from planner.zoo.load import LoadedModel, load_function, load_model
-from planner.zoo.text import TEXT_VOCABULARY, random_batch, text_batch
+from planner.zoo.text import TEXT_VOCABULARY, continued_text_batch, masked_text_batch, random_batch, text_batch
 
 _WARM_UP_STEPS = 3  # first steps allocate and compile; they are not what a step takes
 _MOST_CPU_RANKS = 64
+_LARGE_MODEL_PARAMETERS = 10**9  # from here on no rank holds the whole model
 _STATUS = Path("/proc/self/status")
 _CLEAR_REFS = Path("/proc/self/clear_refs")
 
@@ -46,6 +47,8 @@ class Job:
     learning_rate: float
     sequence_length: int | None = None
     data: str | None = None
+    check: bool = True
+    weights: str | None = None  # a directory or file
     folder: str = ""  # the launcher's: the plan is there, events and errors go there
 
     def dumps(self) -> str:
@@ -101,12 +104,25 @@ def _place(error: BaseException) -> str:
     return f"{frames[-1].filename}:{frames[-1].lineno}" if frames else ""
 
 
+def load_to_train(job: Job) -> LoadedModel:
+    """The model with a batch of real values: with its weights, or on meta where a rank should not hold all of them.
+
+    A factory's model is built as its code says. Others are on meta if weights are given or they are large; the limit
+    is a constant, so that the values that a seed draws depend on nothing else.
+    """
+    loaded = load_model(job.model, sequence_length=job.sequence_length, device="meta", batch_device="cpu")
+    elements = sum(parameter.numel() for parameter in loaded.module.parameters())
+    if loaded.kind != "factory" and (job.weights is not None or elements > _LARGE_MODEL_PARAMETERS):
+        return loaded
+    return load_model(job.model, sequence_length=job.sequence_length, device="cpu", seed=job.seed)
+
+
 def _train(job: Job, folder: Path, rank: int) -> None:
     torch.set_num_threads(1 if device_kind() == "cpu" else torch.get_num_threads())
     if device_kind() == "cuda":
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
     plan = Plan.load(folder / "plan.json")
-    loaded = load_model(job.model, sequence_length=job.sequence_length, device="cpu", seed=job.seed)
+    loaded = load_to_train(job)
     graph = trace(
         loaded.module,
         loaded.batch,
@@ -119,19 +135,24 @@ def _train(job: Job, folder: Path, rank: int) -> None:
     _import_the_rest()
     baseline_bytes = _resident_bytes()
     batches = _batches(job, loaded, graph, plan)
+    first = next(batches)
     trainer = apply_plan(
         plan,
         loaded.module,
         graph=graph,
         loss_fn=loaded.loss_fn,
         optimizer=_optimizer(plan.optimizer, job.learning_rate),
+        weights=job.weights,
+        seed=job.seed,
+        check=job.check,
+        batch=first,
     )
     del loaded
     _reset_peak()
     seconds = []
     with (folder / "events.jsonl").open("a", encoding="utf-8") if rank == 0 else _nowhere() as events:
         for step in range(job.steps):
-            batch = _part_of(next(batches), trainer.data_rank, trainer.data_world, plan.global_batch)
+            batch = _part_of(next(batches) if step else first, trainer.data_rank, trainer.data_world, plan.global_batch)
             start = time.perf_counter()
             loss = trainer.step(batch)
             seconds.append(time.perf_counter() - start)
@@ -142,7 +163,11 @@ def _train(job: Job, folder: Path, rank: int) -> None:
     dist.all_gather_object(peaks, peak)
     if rank == 0:
         steady = seconds[min(_WARM_UP_STEPS, len(seconds) - 1) :]
-        result = {"measured_step_seconds": statistics.median(steady), "peak_bytes": peaks}
+        result = {
+            "measured_step_seconds": statistics.median(steady),
+            "peak_bytes": peaks,
+            "check": str(trainer.check or "self-check: off"),
+        }
         (folder / "result.json").write_text(json.dumps(result), encoding="utf-8")
     dist.barrier()
 
@@ -177,10 +202,17 @@ def _batches(job: Job, loaded: LoadedModel, graph: Graph, plan: Plan) -> Iterato
         yield from _user_batches(job.data, plan.global_batch, job.seed)
         raise RunError(f"{job.data} gave too few batches for {job.steps} steps; give more, or lower --steps")
     for step in range(job.steps):
-        if _reads_text(loaded, graph):
+        vocabulary = _text_vocabulary(loaded, graph)
+        if vocabulary:
             length = leaves(loaded.batch)[0].tensor.shape[1]
-            batch = text_batch(step, plan.global_batch, length, job.seed)
-            if loaded.kind != "zoo":  # Hugging Face models shift the labels themselves
+            where = (step, plan.global_batch, length, job.seed)
+            if loaded.kind == "masked-lm":
+                batch = masked_text_batch(*where, mask_token=vocabulary - 1)
+            elif loaded.kind == "seq2seq":
+                batch = continued_text_batch(*where)
+            else:
+                batch = text_batch(*where)
+            if not loaded.is_zoo:  # Hugging Face models shift the labels themselves
                 batch["labels"] = batch["input_ids"].clone()
             yield batch
         else:
@@ -194,17 +226,14 @@ def _random_batch(example: Any, global_batch: int, seed: int, step: int) -> Any:
     return map_leaves(example, lambda leaf: drawn[leaf.name])  # type: ignore[call-overload]
 
 
-def _reads_text(loaded: LoadedModel, graph: Graph) -> bool:
-    """Whether the model predicts the next token of a vocabulary that holds all bytes."""
+def _text_vocabulary(loaded: LoadedModel, graph: Graph) -> int:
+    """The tokens that a language model knows, if bytes are among them, and one more where some are masked; else 0."""
     tables = [n.args[0].tensor for n in graph.nodes if n.op == "aten.embedding.default" and isinstance(n.args[0], Ref)]
-    sizes = [graph.tensors[t].shape[0] for t in tables]
-    large = (
-        bool(sizes)
-        and all(isinstance(s, int) for s in sizes)
-        and max(s for s in sizes if isinstance(s, int)) >= TEXT_VOCABULARY
-    )
+    largest = max((s for t in tables if isinstance(s := graph.tensors[t].shape[0], int)), default=0)
+    is_known = loaded.kind == "causal-lm" or (loaded.is_zoo and loaded.kind in ("masked-lm", "seq2seq"))
     names = {leaf.name for leaf in leaves(loaded.batch)}
-    return large and names == {"input_ids", "labels"} and loaded.kind in ("zoo", "causal-lm")
+    reads_bytes = largest >= TEXT_VOCABULARY + (loaded.kind == "masked-lm")
+    return largest if is_known and reads_bytes and names == {"input_ids", "labels"} else 0
 
 
 def _user_batches(spec: str, global_batch: int, seed: int) -> Iterator[Any]:
