@@ -27,7 +27,9 @@ from planner import report
 from planner.cluster import Cluster, all_devices, all_presets
 from planner.errors import ModelError, PlanError, PlannerError, RunError
 from planner.plan import OPTIMIZERS, PRECISIONS, Plan
+from planner.report.tracing import trace_data, trace_text
 from planner.runtime.launch import RankError, Terminated, Training, launch
+from planner.runtime.weights import check_weights
 from planner.runtime.worker import Job, device_kind, num_local_devices
 from planner.search import OBJECTIVES, SAMPLES_PER_DEVICE, Pins, Search, cluster_named, search_model
 from planner.trace import trace
@@ -143,6 +145,20 @@ def parser() -> argparse.ArgumentParser:
     )
     plan.add_argument("--out", metavar="FILE", help="write the best plan to this file")
 
+    traced = _command(
+        commands,
+        "trace",
+        _trace,
+        "what a model consists of, and what of it a plan has to mind",
+        "autoplan trace llama3-8b --seq 4096",
+    )
+    traced.add_argument("model", metavar="MODEL", help=_MODEL_HELP)
+    traced.add_argument("--seq", type=_positive, metavar="S", help=_SEQ_HELP)
+    traced.add_argument("--precision", choices=PRECISIONS, help="default bf16, on a CPU fp32")
+    traced.add_argument(
+        "--device", choices=("cuda", "cpu"), default="cuda", help="whose kernels are counted (default cuda)"
+    )
+
     show = _command(commands, "show", _show, "print a plan file as text", "autoplan show plan.json")
     show.add_argument("plan", metavar="PLAN", help="a file that autoplan plan --out wrote")
 
@@ -167,6 +183,16 @@ def parser() -> argparse.ArgumentParser:
         "--steps", type=_positive, default=DEFAULT_STEPS, metavar="N", help=f"training steps (default {DEFAULT_STEPS})"
     )
     run.add_argument("--nproc", type=_positive, metavar="N", help="devices of local to plan for (default all)")
+    run.add_argument(
+        "--no-check",
+        action="store_true",
+        help="train without first comparing the plan's blocks with the model itself: loss and every gradient",
+    )
+    run.add_argument(
+        "--weights",
+        metavar="PATH",
+        help="start from these weights: a directory or file of safetensors or torch.save (default: drawn by the seed)",
+    )
     run.add_argument("--seed", type=_whole, default=0, metavar="S", help="of weights and data (default 0)")
     run.add_argument(
         "--lr",
@@ -198,6 +224,7 @@ def parser() -> argparse.ArgumentParser:
 
 
 _MODEL_HELP = "a name of autoplan models, a Hugging Face config.json, FILE.py:FACTORY or PACKAGE.MODULE:FACTORY"
+_SEQ_HELP = "tokens of a sequence (default: the model's trained context)"
 _CLUSTER_HELP = "local (this machine, measured), a preset, a TOML file, or a shorthand such as 2x8xA100-80GB"
 
 
@@ -217,9 +244,7 @@ def _planning_options(command: argparse.ArgumentParser, default_batch: str) -> N
     command.add_argument(
         "--global-batch", type=_positive, metavar="N", help=f"samples of one training step (default {default_batch})"
     )
-    command.add_argument(
-        "--seq", type=_positive, metavar="S", help="tokens of a sequence (default: the model's trained context)"
-    )
+    command.add_argument("--seq", type=_positive, metavar="S", help=_SEQ_HELP)
     command.add_argument("--precision", choices=PRECISIONS, help="default: bf16 where the device has it, fp32 on a CPU")
     command.add_argument("--optimizer", choices=OPTIMIZERS, help=f"default {DEFAULT_OPTIMIZER}")
     command.add_argument("--objective", choices=OBJECTIVES, help=f"what to minimise (default {DEFAULT_OBJECTIVE})")
@@ -227,7 +252,7 @@ def _planning_options(command: argparse.ArgumentParser, default_batch: str) -> N
         "--fix",
         default="",
         metavar="K=V,...",
-        help="pin choices, as in pp=4,zero=1,recompute=full; any of pp dp tp zero recompute micro_batch "
+        help="pin choices, as in pp=4,zero=1,recompute=full; any of pp dp dp_shard tp zero recompute micro_batch "
         "num_microbatches schedule devices",
     )
     command.add_argument(
@@ -326,6 +351,26 @@ def _plan(arguments: argparse.Namespace) -> None:
         print(f"note: {note}")
     if arguments.out:
         print(f"the first is written to {arguments.out}; autoplan show prints it block by block")
+
+
+def _trace(arguments: argparse.Namespace) -> None:
+    precision = arguments.precision or ("bf16" if arguments.device == "cuda" else "fp32")
+    with _only_json(arguments.json), _working(quiet=arguments.json) as progress:
+        progress("loading the model", 0, 0)
+        loaded = load_model(arguments.model, sequence_length=arguments.seq, device="meta")
+        graph = trace(
+            loaded.module,
+            loaded.batch,
+            precision=precision,
+            loss_fn=loaded.loss_fn,
+            name=loaded.name,
+            device_kind=arguments.device,
+            progress=lambda what: progress(what, 0, 0),
+        )
+    if arguments.json:
+        _print_json(trace_data(graph, precision=precision))
+    else:
+        _print(trace_text(graph, precision=precision))
 
 
 def _search(
@@ -452,6 +497,8 @@ def _run(arguments: argparse.Namespace) -> None:
         if arguments.data:
             load_function(arguments.data)  # a wrong one is found here, not after the search
         loaded = load_model(model, sequence_length=arguments.seq, device="meta")
+        if arguments.weights:
+            check_weights(loaded.module, arguments.weights)  # here too, before the search
         if given is not None:
             _check_graph(given, loaded)
             plans: Sequence[Plan] = (given,)
@@ -477,13 +524,16 @@ def _run(arguments: argparse.Namespace) -> None:
         learning_rate=arguments.lr,
         sequence_length=arguments.seq,
         data=_absolute(arguments.data) if arguments.data else None,
+        check=not arguments.no_check,
+        weights=str(Path(arguments.weights).resolve()) if arguments.weights else None,
     )
     with _training(quiet=arguments.json, steps=arguments.steps) as on_step:
         training = launch(job, plan, on_step)
     if arguments.json:
         _print_json(_training_json(plan, training))
         return
-    print(f"loss {training.losses[0]:.3f} -> {training.losses[-1]:.3f} in {len(training.losses)} steps", end="\n\n")
+    print(f"loss {training.losses[0]:.3f} -> {training.losses[-1]:.3f} in {len(training.losses)} steps")
+    print(training.check, end="\n\n")
     _print(
         report.comparison(
             predicted_step_seconds=plan.prediction.step_seconds,
@@ -504,6 +554,7 @@ def _training_json(plan: Plan, training: Training) -> dict[str, Any]:
         "predicted_peak_bytes": list(plan.prediction.peak_bytes),
         "peak_bytes": list(training.peak_bytes),
         "peak_bytes_kind": _memory_kind(),
+        "check": training.check,
         "plan": plan.to_dict(),
     }
 

@@ -19,10 +19,11 @@ def describe_choice(block: BlockPlan) -> str:
 
 
 def describe_layout(plan: Plan) -> str:
-    """The mesh in a few characters: `pp 4 x dp 8`."""
+    """The mesh in a few characters: `pp 4 x dp 8`; `dp 2x8` for two replicas of eight shards."""
     mesh = plan.mesh
     parts = [f"pp {mesh.pp}"] if mesh.pp > 1 else []
-    parts += [f"dp {mesh.dp}"] if mesh.dp > 1 else []
+    hybrid = mesh.dp_replicate > 1 and mesh.dp_shard > 1
+    parts += [f"dp {mesh.dp_replicate}x{mesh.dp_shard}" if hybrid else f"dp {mesh.dp}"] if mesh.dp > 1 else []
     return " x ".join(parts) or "1 device"
 
 
