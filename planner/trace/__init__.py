@@ -28,12 +28,15 @@ from planner.graph import (
 from planner.trace import opaque, pricing
 from planner.trace.assumed import AssumedValues
 from planner.trace.batch import LossFunction, call, leaves, map_leaves, num_samples, scalar_loss, settings
+from planner.trace.convert import FlatGraph
 from planner.trace.cut import Cut, cut, cut_like, signature, storages
-from planner.trace.export import FlatGraph, NoGraphError, checkpoint_inlined, export
+from planner.trace.export import export
 from planner.trace.masks import fold_masks
+from planner.trace.refusal import NoGraphError
 from planner.trace.separable import Separability, separability
 from planner.trace.state import Evaluation
 from planner.trace.updates import updates
+from planner.trace.watch import checkpoint_inlined
 
 __all__ = ["Evaluation", "call", "leaves", "map_leaves", "num_samples", "scalar_loss", "trace"]
 

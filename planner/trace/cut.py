@@ -18,7 +18,8 @@ import networkx as nx
 
 from planner.errors import TraceError
 from planner.graph import Batch, Fallback, Graph, Node, Ref, Tensor, reads
-from planner.trace.export import FlatGraph, NoGraphError
+from planner.trace.convert import FlatGraph
+from planner.trace.refusal import NoGraphError
 
 _INDEX = re.compile(r"\d*(@\d+)?$")  # of a list item or numbered attribute, and of a repeated call
 

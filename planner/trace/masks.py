@@ -10,8 +10,8 @@ import torch
 
 from planner.graph import Arg, Node, Ref, reads
 from planner.trace import aten
+from planner.trace.convert import FlatGraph
 from planner.trace.cut import storages
-from planner.trace.export import FlatGraph
 
 ATTENTION = "aten.scaled_dot_product_attention.default"
 _POSITIONAL = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal")
