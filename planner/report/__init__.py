@@ -141,7 +141,8 @@ def _stage_lines(stage: StagePlan) -> list[str]:
     for choice, run in groupby(stage.blocks, key=describe_choice):
         blocks = list(run)
         count = f"{len(blocks)} block{'s' * (len(blocks) > 1)}"
-        names = blocks[0].name if len(blocks) == 1 else f"{blocks[0].name} .. {blocks[-1].name}"
+        first, last = (b.name or "the rest of the model" for b in (blocks[0], blocks[-1]))
+        names = first if len(blocks) == 1 else f"{first} .. {last}"
         lines.append(f"{count}: {choice}  ({names})")
     return lines
 

@@ -673,6 +673,3 @@ def _tied_groups(
             )
         result.append((graph.tensors[tensor].name, made[key]))
     return result
-
-
-Optimizer = Callable[[list[tuple[str, nn.Parameter]]], torch.optim.Optimizer]

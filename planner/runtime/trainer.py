@@ -24,13 +24,13 @@ from planner.runtime.execute import (
     Evaluated,
     GraphEngine,
     Key,
-    Optimizer,
     Retrace,
     root_zero,
 )
 from planner.runtime.fallback import FallbackEngine
 from planner.runtime.initialise import Init
 from planner.runtime.inputs import Form, Inputs
+from planner.runtime.optimizers import Optimizer, check_elementwise, named_optimizer
 from planner.runtime.statistics import DataRanks
 from planner.runtime.weight_files import GivenWeights
 from planner.runtime.weights import (
@@ -83,9 +83,17 @@ class Trainer:
         self._template = template
         self._mesh = mesh
         self._trained = [owned for owned in engine.owned if owned.parameter.requires_grad]
-        make = optimizer or _default_optimizer(plan.optimizer)
         named = [(owned.name, owned.parameter) for owned in self._trained]
-        self.optimizer = make(named) if named else None
+        with together():
+            make = optimizer or named_optimizer(plan.optimizer)
+            if not callable(make):
+                raise PlanError(
+                    f"optimizer= is {type(make).__name__}; give a function that takes a list of (name, parameter) and "
+                    "returns a torch optimizer, such as lambda named: torch.optim.AdamW([p for _, p in named])"
+                )
+            self.optimizer = make(named) if named else None
+            if self.optimizer is not None:
+                check_elementwise(self.optimizer, num_shards=plan.mesh.dp_shard, num_stages=plan.mesh.pp)
 
     @property
     def num_steps(self) -> int:
@@ -547,17 +555,3 @@ def _data_mesh(plan: Plan, mesh: DeviceMesh) -> DeviceMesh | None:
         return mesh["dp_replicate", "dp_shard"]
     is_replicated = plan.stages[0].blocks[0].zero == 0
     return mesh["dp_replicate"] if is_replicated else mesh["dp_shard"]
-
-
-def _default_optimizer(name: str) -> Optimizer:
-    """The optimizer that a plan names, with torch's defaults."""
-    makers: Mapping[str, Callable[[list[nn.Parameter]], torch.optim.Optimizer]] = {
-        "adamw": torch.optim.AdamW,
-        "adam": torch.optim.Adam,
-        "sgd": lambda parameters: torch.optim.SGD(parameters, lr=1e-3),
-        "momentum": lambda parameters: torch.optim.SGD(parameters, lr=1e-3, momentum=0.9),
-    }
-    if name not in makers:
-        raise PlanError(f"the plan's optimizer is {name!r}; give optimizer= or one of {sorted(makers)}")
-    make = makers[name]
-    return lambda named: make([parameter for _, parameter in named])

@@ -23,7 +23,7 @@ import torch.distributed as dist
 from planner.errors import ModelError, PlannerError, RunError
 from planner.graph import Graph, Ref
 from planner.plan import Plan
-from planner.runtime.execute import Optimizer
+from planner.runtime.optimizers import Optimizer
 from planner.runtime.parent import die_with_parent
 from planner.runtime.trainer import apply_plan
 from planner.trace import leaves, map_leaves, trace

@@ -388,7 +388,7 @@ class Converter:
     def _constant_result(self, node: fx.Node, name: str, args: Arg, kwargs: tuple[tuple[str, Arg], ...]) -> Arg:
         """The value of a node that makes no tensor, such as a promoted dtype, from operands that are no tensors."""
         if any(True for _ in refs((args, kwargs))):
-            raise TraceError(f"{name} computes with values of tensors")
+            raise TraceError(f"forward turns the value of a tensor into a Python number ({name})")
         cpu = torch.device("cpu")
         plain = aten.materialize(args, {}, self.prime, cpu)
         named = {key: aten.materialize(value, {}, self.prime, cpu) for key, value in kwargs}
