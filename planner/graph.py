@@ -6,7 +6,7 @@ every micro-batch size.
 """
 
 import hashlib
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Literal
@@ -251,8 +251,11 @@ class Fallback:
         return f"{self.source}: {self.reason}; {self.cure}"
 
 
-# Operators that leave the elements in their row-major order.
-_KEEPS_ORDER = {"view", "_unsafe_view", "reshape", "flatten", "unflatten", "squeeze", "unsqueeze", "contiguous"}
+# Operators that leave the elements of their first operand in their row-major order.
+KEEPS_ORDER = {
+    "view", "_unsafe_view", "reshape", "view_as", "reshape_as", "_reshape_alias", "flatten", "ravel", "unflatten",
+    "squeeze", "unsqueeze", "contiguous",
+}  # fmt: skip
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -380,43 +383,7 @@ class Graph:
         A dim of `per_sample * micro_batch` rows is `[runs, micro_batch, per_sample / runs]` when taken apart: 1 run
         where the rows of a sample are together, more where another dim was merged in front of the batch.
         """
-        runs: dict[int, int | None] = {i: 1 for i, t in enumerate(self.tensors) if t.kind == "input" and t.is_batched}
-        for node in self.nodes:
-            for tensor in node.outputs:
-                if tensor is not None and self.tensors[tensor].is_batched:
-                    runs[tensor] = self._runs_of(node, tensor, runs)
-        return runs
-
-    def _runs_of(self, node: Node, tensor: int, runs: dict[int, int | None]) -> int | None:
-        """`sample_runs` of one output of a node."""
-        before, rows = self._around_batch(tensor)
-        batched = [t for t in dict.fromkeys(reads(node)) if self.tensors[t].is_batched]
-        if not batched:
-            return 1
-        found = {(runs.get(t), *self._around_batch(t)) for t in batched}
-        first_runs, first_before, first_rows = next(iter(found))
-        if len({known for known, _, _ in found}) > 1 or first_runs is None:
-            return None
-        name = node.op.split(".")[1]
-        if name in _KEEPS_ORDER:  # what runs in front of a sample's first element stays there
-            in_front = first_before * first_runs
-            return in_front // before if in_front % before == 0 and rows % (in_front // before) == 0 else None
-        if len(found) == 1 and rows != first_rows:
-            if name == "repeat" or (name == "cat" and len(batched) > 1):
-                return first_runs * (rows // first_rows) if rows % first_rows == 0 else None
-            if first_runs > 1:  # part of the runs, if it is whole runs
-                left = first_runs * rows // first_rows
-                return left if left and first_runs * rows % first_rows == 0 else None
-        return first_runs
-
-    def _around_batch(self, tensor: int) -> tuple[int, int]:
-        """Elements of the dims in front of a tensor's batch dim, and the rows of one sample in it."""
-        before = 1
-        for size in self.tensors[tensor].shape:
-            if isinstance(size, Batch):
-                return before, size.per_sample
-            before *= size
-        raise ValueError(f"tensor {tensor} has no batch dim")
+        return sample_runs(self.tensors, self.nodes)
 
     def carried_bytes(self, cut: int) -> Affine:
         """Bytes that cross the cut after block `cut`, per micro-batch."""
@@ -437,6 +404,52 @@ class Graph:
             for block in self.blocks
             for phase in ("forward", "backward")
         )
+
+
+def sample_runs(tensors: Sequence[Tensor], nodes: Iterable[Node]) -> dict[int, int | None]:
+    """`Graph.sample_runs` of the tensors that `nodes` make, and of the inputs."""
+    runs: dict[int, int | None] = {i: 1 for i, t in enumerate(tensors) if t.kind == "input" and t.is_batched}
+    for node in nodes:
+        for tensor in node.outputs:
+            if tensor is not None and tensors[tensor].is_batched:
+                runs[tensor] = _runs_of(node, tensors, tensor, runs)
+    return runs
+
+
+def _runs_of(node: Node, tensors: Sequence[Tensor], tensor: int, runs: dict[int, int | None]) -> int | None:
+    """`sample_runs` of one output of a node."""
+    name = node.op.split(".")[1] if node.op.count(".") > 1 else node.op
+    before, rows = _around_batch(tensors[tensor])
+    operands = list(dict.fromkeys(reads(node)))
+    batched = [t for t in (operands[:1] if name in KEEPS_ORDER else operands) if tensors[t].is_batched]
+    if not batched:
+        return 1
+    found = {(runs.get(t), *_around_batch(tensors[t])) for t in batched}
+    first_runs, first_before, first_rows = next(iter(found))
+    if len({known for known, _, _ in found}) > 1 or first_runs is None:
+        return None
+    if name in KEEPS_ORDER:  # what runs in front of a sample's first element stays there
+        in_front = first_before * first_runs
+        if in_front == 0:  # no elements
+            return None
+        return in_front // before if in_front % before == 0 and rows % (in_front // before) == 0 else None
+    if len(found) == 1 and rows != first_rows:
+        if name in ("repeat", "tile") or (name == "cat" and len(batched) > 1):
+            return first_runs * (rows // first_rows) if rows % first_rows == 0 else None
+        if first_runs > 1:  # part of the runs, if it is whole runs
+            left = first_runs * rows // first_rows
+            return left if left and first_runs * rows % first_rows == 0 else None
+    return first_runs
+
+
+def _around_batch(tensor: Tensor) -> tuple[int, int]:
+    """Elements of the dims in front of a tensor's batch dim, and the rows of one sample in it."""
+    before = 1
+    for size in tensor.shape:
+        if isinstance(size, Batch):
+            return before, size.per_sample
+        before *= size
+    raise ValueError(f"tensor {tensor.name} has no batch dim")
 
 
 def refs(arg: object) -> Iterator[int]:

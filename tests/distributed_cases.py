@@ -359,6 +359,8 @@ class Unusual(torch.nn.Module):
         self.what = what
         self.layers = torch.nn.ModuleList(torch.nn.Linear(6, 6) for _ in range(4))
         self.head = torch.nn.Linear(6, 3)
+        if what == "containers":
+            self.layers = torch.nn.ModuleList(torch.nn.ModuleDict({"only": layer}) for layer in self.layers)
         if what == "parameter hook":
             self.get_parameter("layers.1.weight").register_hook(lambda gradient: 3 * gradient)
 
@@ -366,7 +368,8 @@ class Unusual(torch.nn.Module):
         for index, layer in enumerate(self.layers):
             if self.what == "skipped layers" and x[:, index].sum() < 0:
                 continue  # not in all micro-batches, and in some steps in none
-            if self.what == "experts":
+            if self.what in ("experts", "containers"):
+                layer = layer["only"] if isinstance(layer, torch.nn.ModuleDict) else layer
                 mine = x[:, index] > 0.5 * index
                 x = x.clone()
                 x[mine] = torch.tanh(layer(x[mine]))
@@ -377,6 +380,11 @@ class Unusual(torch.nn.Module):
             if self.what == "activation hook":
                 x.register_hook(self.halved)  # a method: it could read anything of the module
         loss: Tensor = (self.head(x) - y).square().mean()
+        if self.what == "gradient penalty":
+            given = y.new_ones(len(y), 6).requires_grad_()
+            inner = self.layers[1](torch.tanh(self.layers[0](given)))
+            (slope,) = torch.autograd.grad(inner.sum(), given, create_graph=True)
+            loss = loss + slope.square().mean()
         return loss
 
     def halved(self, gradient: Tensor) -> Tensor:

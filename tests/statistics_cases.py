@@ -59,6 +59,9 @@ class Layer(nn.Module):
                     self.kept.copy_(0.8 * self.kept + 0.2 * seen)
             case "assigned":
                 self.kept = 0.7 * self.kept + 0.3 * seen
+            case "samples":
+                self.kept += x.shape[0]
+                self.count += x.shape[0]
             case "sum":
                 self.kept.view(-1).add_(seen)
             case "of weights":  # no sample in it
@@ -78,7 +81,7 @@ class Layer(nn.Module):
 
 MERGED = (
     "batch norm", "twice", "frozen", "last only", "instance norm", "average", "lerp", "copy", "assigned", "sum",
-    "of weights",
+    "of weights", "samples",
 )  # fmt: skip
 REFUSED = ("largest", "part", "used")
 

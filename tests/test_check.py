@@ -2,6 +2,7 @@
 
 import copy
 import gc
+import itertools
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -439,6 +440,27 @@ def test_what_changed_after_tracing_is_found(change: str) -> None:
 
     assert sentence.startswith("block layers.2 does not compute what the eager module does: the output of layers.2")
     assert "plan again" in sentence
+
+
+class Stepping(nn.Module):
+    """Counts its calls in an iterator, in which nothing but the next value shows."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH)
+        self.steps = itertools.count(1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.linear(x)
+        return x + y * next(self.steps)
+
+
+def test_an_iterator_that_forward_moves_on_is_found() -> None:
+    model = Chain(Stepping)
+    sentence = refusal(model, traced(model))
+
+    assert sentence.startswith("forward gives another loss the second time for the same batch (")
+    assert "keep what it remembers in a buffer" in sentence
 
 
 # --- large models ----------------------------------------------------------------------------------------------------

@@ -45,7 +45,10 @@ def eager(what: str) -> Result:
     return Result(losses=losses, norms=norms, first_gradients=gradients, state=state)
 
 
-@pytest.mark.parametrize("what", ["function", "parameter hook", "activation hook", "skipped layers", "experts"])
+@pytest.mark.parametrize(
+    "what",
+    ["function", "parameter hook", "activation hook", "skipped layers", "experts", "containers", "gradient penalty"],
+)
 @pytest.mark.parametrize("zero", [0, 1, 2, 3])
 def test_a_model_without_a_graph_trains_with_the_eager_gradients(two: RankPool, zero: int, what: str) -> None:
     wanted = eager(what)

@@ -114,7 +114,7 @@ def test_decays_are_read_off_the_graph() -> None:
         "1.norm.running_mean": 0.64, "1.norm.running_var": 0.64, "1.norm.num_batches_tracked": 1.0,
         "3.norm.num_batches_tracked": 1.0, "4.norm.running_mean": 0.9, "4.norm.running_var": 0.9,
         "5.kept": 0.9, "5.count": 1.0, "6.kept": 0.7, "6.count": 1.0, "7.kept": 0.8, "8.kept": 0.7, "9.kept": 1.0,
-        "10.kept": 0.9,
+        "10.kept": 0.9, "11.kept": 1.0, "11.count": 1.0,
     }  # fmt: skip
     assert decays == pytest.approx(wanted)
 

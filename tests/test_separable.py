@@ -64,6 +64,34 @@ MIXES = {
     "mean and a batch-free square": lambda z, y, m: (z.mean() + 1.0).square(),
     "sum with weight decay": lambda z, y, m: z.square().sum() + m.linear.weight.square().sum(),
 }
+ACROSS = {  # z is [batch, 3]; a sample's part of what these make has something of other samples in it
+    "batch norm without running statistics": lambda z, m: m.norm(z),
+    "functional batch norm": lambda z, m: F.batch_norm(z, None, None, training=True),
+    "layer norm over all": lambda z, m: F.layer_norm(z, z.shape),
+    "rms norm over all": lambda z, m: F.rms_norm(z, z.shape),
+    "group norm of a folded batch": lambda z, m: F.group_norm(z.T[None], 3)[0].T,
+    "folded by a view": lambda z, m: F.group_norm(z.reshape(1, 3, -1), 3).view_as(z),
+    "convolution over samples": lambda z, m: F.conv1d(z.T[None], m.kernel, padding=1, groups=3)[0].T,
+    "transposed convolution over samples": lambda z, m: F.conv_transpose1d(z.T[None], m.kernel, padding=1)[0][:1].T,
+    "samples as channels": lambda z, m: F.conv1d(z.reshape(1, 1, -1), m.kernel[:1], padding=1).view_as(z),
+    "pool over samples": lambda z, m: F.avg_pool1d(z.T[None], 3, 1, 1)[0].T,
+    "maximum over samples": lambda z, m: F.max_pool1d(z.T[None], 3, 1, 1)[0].T,
+    "interleaved": lambda z, m: z.reshape(-1).view(3, -1).T.reshape(-1, 3),
+}
+WITHIN = {  # the same operators, in one sample each
+    "sequence first": lambda z, m: z[:, None].transpose(0, 1).reshape(-1, 3).view(1, -1, 3).transpose(0, 1)[:, 0],
+    "heads": lambda z, m: z.view(-1, 1, 3, 1).transpose(1, 2).reshape(-1, 1, 1).view(-1, 3, 1, 1).flatten(1),
+    "dims in front of the batch": lambda z, m: z.T.reshape(-1).view(3, -1).T,
+    "viewed as": lambda z, m: z.T.reshape(-1).view_as(z.T).T,
+    "repeated": lambda z, m: z.repeat(2, 1).view(2, -1, 3).mean(0),
+    "layer norm": lambda z, m: F.layer_norm(z[:, None], (1, 3))[:, 0],
+    "group norm": lambda z, m: F.group_norm(z[:, :, None], 3)[:, :, 0],
+    "batch norm of one sample each": lambda z, m: F.batch_norm(z[None], None, None, training=True)[0],
+    "convolution": lambda z, m: F.conv1d(z[:, None], m.kernel[:1], padding=1)[:, 0],
+    "convolution with one element": lambda z, m: F.conv1d(z.T[None], m.kernel[..., :1], groups=3)[0].T,
+    "windows within a sample": lambda z, m: F.avg_pool1d(z.reshape(1, 1, -1), 3).view(-1, 1).expand(-1, 3),
+    "attention": lambda z, m: F.scaled_dot_product_attention(z[:, :, None], z[:, :, None], z[:, :, None])[:, :, 0],
+}
 DIVIDED = {
     "masked mean": lambda z, y, m: (F.cross_entropy(z, y, reduction="none") * (y > 0)).sum() / (y > 0).sum(),
     "masked mean, clamped": lambda z, y, m: (z.square().mean(1) * (y > 0)).sum() / (y > 0).sum().clamp(min=1),
@@ -91,6 +119,31 @@ def test_a_nonlinear_loss_is_told_with_its_line(name):
     graph = graph_of(MIXES[name])
 
     assert "test_separable.py:" in graph.not_separable or "sum over samples" in graph.couples_samples
+
+
+class Between(Net):
+    """What runs over samples, or not, between the linear layer and a loss of each sample."""
+
+    def __init__(self, between) -> None:
+        super().__init__(lambda z, y, m: F.cross_entropy(between(z, m), y))
+        self.norm = nn.BatchNorm1d(3, track_running_stats=False)
+        self.register_buffer("kernel", torch.ones(3, 1, 3))
+
+
+def between(function):
+    return trace(Between(function), {"x": torch.randn(4, 4), "y": torch.randint(3, (4,))})
+
+
+@pytest.mark.parametrize("name", ACROSS)
+def test_an_operator_that_runs_over_samples_is_told_with_its_line(name):
+    assert "test_separable.py:" in between(ACROSS[name]).not_separable
+
+
+@pytest.mark.parametrize("name", WITHIN)
+def test_an_operator_that_runs_within_samples_is_not(name):
+    graph = between(WITHIN[name])
+
+    assert (graph.couples_samples, graph.not_separable) == ("", "")
 
 
 @pytest.mark.parametrize("name", DIVIDED)

@@ -241,6 +241,19 @@ def test_one_tensor_twice_in_a_batch_is_two_inputs():
     assert all(graph.tensors[i].shape == (Batch(1), 4) for i in graph.inputs)
 
 
+def weighted_loss(output: Tensor, batch: tuple[Tensor, ...]) -> Tensor:
+    return F.cross_entropy(output, batch[0].argmax(1), weight=torch.arange(1.0, 5.0))
+
+
+def test_what_a_loss_function_does_is_said_with_its_line():
+    model = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4))
+
+    graph = trace(model, (torch.randn(6, 4),), loss_fn=weighted_loss)
+
+    line = weighted_loss.__code__.co_firstlineno
+    assert graph.couples_samples == f"{__file__}:{line}: the mean loss is weighted by class"
+
+
 @pytest.mark.parametrize("how", ["closure", "module"])
 def test_a_loss_function_may_hold_tensors(how):
     weight = torch.tensor([1.0, 2.0, 3.0, 4.0], dtype=torch.float64)

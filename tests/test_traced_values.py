@@ -1,5 +1,8 @@
 """Numbers made from the batch size, values that forward sets again and again, and conditions that guard errors."""
 
+from typing import Any, cast
+
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -78,6 +81,94 @@ def test_a_value_that_goes_on_changing_has_no_graph(how: str) -> None:
     graph = trace(Remembering(how).double(), numbers(2), precision="fp64", device_kind="cpu")
 
     assert "forward changes the Python value" in str(graph.fallbacks[0])
+
+
+class Held:
+    """A plain object that a model keeps."""
+
+    calls = 0
+
+
+class Keeping(nn.Module):
+    """Keeps something in a container: over its calls, or filled once, or made anew in each."""
+
+    def __init__(self, how: str) -> None:
+        super().__init__()
+        self.how = how
+        self.linear = nn.Linear(4, 4)
+        self.items: list[Any] = [0]
+        self.table: dict[Any, Any] = {"calls": 0}
+        self.held = Held()
+        self.array = np.zeros(1)
+        self.memory: list[Tensor] = []
+
+    def forward(self, x: Tensor) -> Tensor:
+        """The scalar loss."""
+        y: Tensor = self.linear(x)
+        return cast("Tensor", y * getattr(self, f"_{self.how}")(y)).square().mean()
+
+    def _list(self, y: Tensor) -> float:
+        self.items.append(1)
+        return len(self.items)
+
+    def _dict(self, y: Tensor) -> float:
+        self.table["calls"] += 1
+        return float(self.table["calls"])
+
+    def _object(self, y: Tensor) -> float:
+        self.held.calls += 1
+        return self.held.calls
+
+    def _array(self, y: Tensor) -> float:
+        self.array += 1
+        return float(self.array[0])
+
+    def _grows(self, y: Tensor) -> Tensor | float:
+        self.memory.append(y.detach().mean(0))
+        return self.memory[-2] if len(self.memory) > 1 else 1.0
+
+    def _replaces(self, y: Tensor) -> Tensor | float:
+        before = self.memory[0] if self.memory else 1.0
+        self.memory[:1] = [y.detach().mean(0)]
+        return before
+
+    def _first(self, y: Tensor) -> Tensor:
+        if not self.memory:  # that of the first batch for good
+            self.memory.append(y.detach().mean(0))
+        return self.memory[0]
+
+    def _cached(self, y: Tensor) -> Tensor:
+        if y.shape[1] not in self.table:
+            self.table[y.shape[1]] = torch.arange(y.shape[1], dtype=y.dtype)[:, None]
+        return cast("Tensor", self.table[y.shape[1]])
+
+    def _cached_number(self, y: Tensor) -> float:
+        return float(self.table.setdefault(y.shape[1], 2.5))
+
+    def _anew(self, y: Tensor) -> Tensor:
+        self.memory = []
+        self.memory.append(y.mean(1, keepdim=True))
+        return self.memory[0]
+
+
+@pytest.mark.parametrize("how", ["list", "dict", "object", "array", "grows", "replaces", "first"])
+def test_a_container_that_tells_the_next_forward_something_has_no_graph(how: str) -> None:
+    graph = trace(Keeping(how).double(), numbers(2), precision="fp64", device_kind="cpu")
+
+    name = {"list": "items", "dict": "table", "object": "held", "array": "array"}.get(how, "memory")
+    assert f"forward changes the Python value {name}" in graph.fallbacks[0].reason
+    assert "test_traced_values.py:" in graph.fallbacks[0].source
+    assert "keep it in a buffer" in graph.fallbacks[0].cure
+
+
+@pytest.mark.parametrize("how", ["cached", "cached_number", "anew"])
+def test_a_container_filled_once_or_made_anew_is_no_obstacle(how: str) -> None:
+    torch.manual_seed(0)
+    model = Keeping(how).double()
+    graph = trace(model, numbers(2), precision="fp64", device_kind="cpu")
+
+    assert not graph.fallbacks, graph.fallbacks
+    assert_equals_eager(graph, model, numbers(3))
 
 
 class Guarded(nn.Module):

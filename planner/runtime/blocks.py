@@ -19,6 +19,7 @@ import torch
 from torch import fx, nn
 from torch.utils.checkpoint import checkpoint
 
+from planner.errors import PlanError
 from planner.graph import Arg, Batch, Block, Graph, Node, reads
 from planner.runtime.random import Draw, Draws
 from planner.trace import MEAN_LOSSES
@@ -722,6 +723,9 @@ def boundary_examples(graph: Graph, cuts: Sequence[int], micro_batch: int) -> di
     """What crosses each cut, as meta tensors: shape, dtype and whether it carries a gradient.
 
     The nodes run once on meta tensors with autograd, so that the answer is torch's own.
+
+    Raises:
+        PlanError: an operator does not run on meta tensors.
     """
     if not cuts:
         return {}
@@ -733,14 +737,15 @@ def boundary_examples(graph: Graph, cuts: Sequence[int], micro_batch: int) -> di
                 shape_of(graph, index, micro_batch), dtype=dtype_of(graph, index), device=meta,
                 requires_grad=described.kind == "parameter" and described.requires_grad,
             )  # fmt: skip
-    upto = max(cuts)
-    run_nodes(
-        graph.tensors,
-        [graph.nodes[i] for i in sorted({*graph.prelude.nodes, *_nodes_of(graph.blocks[: upto + 1])})],
-        env,
-        micro_batch=micro_batch,
-        device=meta,
-    )
+    nodes = [graph.nodes[i] for i in sorted({*graph.prelude.nodes, *_nodes_of(graph.blocks[: max(cuts) + 1])})]
+    for node in nodes:
+        try:
+            run_nodes(graph.tensors, [node], env, micro_batch=micro_batch, device=meta)
+        except NotImplementedError as error:
+            raise PlanError(
+                f"{node.source}: operator {node.op} does not run on tensors without data, by which a pipeline learns "
+                "what its stages send; plan with pp=1"
+            ) from error
     return {
         cut: tuple(
             torch.empty(

@@ -13,6 +13,9 @@ A gradient is compared relative to its norm, but to no less than `_SMALLEST` of 
 are zero by construction (the bias of a key) hold nothing but rounding. Parameters are moved by about a tenth first:
 fresh ones are often all zeros or ones, and two of them could not be told apart.
 
+Before that the eager module runs forward twice: the graph of one that remembers its last call outside of
+buffers is wrong.
+
 Of a model that is too large for this, the repeats of a block class are left out on both sides.
 """
 
@@ -59,6 +62,7 @@ _CURE = (
     "if the model was changed after it was planned, plan again, else this is a fault of the planner, please report it; "
     "check=False (--no-check) trains all the same"
 )
+_STATELESS = "keep what it remembers in a buffer and draw with torch; check=False (--no-check) trains all the same"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -245,9 +249,36 @@ def _compared(
                 failure = f"the eager module fails in {graph.dtype} on {device.type} with {_in_words(error)}"
                 break  # other parameters will not help
             if math.isfinite(eager.loss):
+                _check_stateless(subject, eager)
                 return _judged(subject, eager)
             failure = "the eager module's loss is not finite"
     return CheckReport(skipped=f"{failure}; apply(..., batch=) takes a batch to check with")
+
+
+def _check_stateless(subject: _Subject, eager: _Run) -> None:
+    """Run the module's forward once more, from the same buffers and chance.
+
+    Raises:
+        CheckError: it gives another loss for the same batch.
+    """
+    again: list[torch.Tensor] = []
+
+    def run() -> torch.Tensor:
+        with torch.enable_grad():  # which forward may ask for
+            again.append(subject.module_loss().detach().double())
+        return again[0]
+
+    _forward(subject.copied, run)
+    first, second = float(eager.loss), float(again[0])
+    coarsest = max(subject.dtype, eager.coarsest, key=_unit)
+    allowed = _enough(coarsest)
+    if coarsest != torch.float64 and subject.device.type != "cpu":
+        allowed = _ALLOWED.get(coarsest, _ALLOWED_COARSE)  # kernels that add in any order
+    if not abs(second - first) <= allowed * (abs(first) or 1.0):
+        raise CheckError(
+            f"forward gives another loss the second time for the same batch ({first:.10g}, then {second:.10g}), so it "
+            f"keeps state outside of buffers or draws random numbers outside of torch; {_STATELESS}"
+        )
 
 
 def _judged(subject: _Subject, eager: _Run) -> CheckReport:

@@ -341,8 +341,9 @@ def apply_plan(
         ModelError: the weights are not this model's, or nothing initialises a parameter or buffer.
         CheckError: the blocks do not compute what the module does.
     """
-    _check_plan(plan, graph)
     device = _start(plan)
+    with together():
+        _check_plan(plan, graph)
     _check_same_plan(plan)
     check_parameters(model, graph)
     with together():
@@ -350,6 +351,11 @@ def apply_plan(
     values.check_equal_everywhere()
     if graph.not_separable and plan.num_microbatches * plan.mesh.dp > 1:
         _log.warning("%s: training equals one device with the same micro-batches", graph.not_separable)
+    if graph.fallbacks and plan.num_microbatches * plan.mesh.dp > 1:
+        _log.warning(
+            "without a graph micro-batches are weighted by their samples: right where the loss is a mean over samples, "
+            "not where it is one over labels that count (ignored labels, masks) and micro-batches differ in those"
+        )
     warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a view tensor")
     mesh = init_device_mesh(
         device.type,

@@ -118,7 +118,8 @@ def search_model(
     if graph.updates_statistics:
         notes.append(
             "forward updates buffers, such as the statistics of a batch norm: once in every micro-batch, "
-            "as one device that runs the micro-batches of all data-parallel ranks in order"
+            "as one device that runs the micro-batches of all data-parallel ranks in order; an update that looks at no "
+            "sample, such as a power iteration, is each rank's own"
         )
     if graph.one_data_rank:
         notes.append(f"{graph.one_data_rank}: one data-parallel rank")

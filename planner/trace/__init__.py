@@ -241,14 +241,19 @@ def _outputs(flat: FlatGraph, names: Sequence[str]) -> tuple[tuple[str, int], ..
     return tuple(result)
 
 
+_OF_A_RANK = " (on N data-parallel ranks they are N times those of one device, and averaged later)"
+
+
 def _unknown_backward(nodes: Sequence[Node]) -> str:
     """Where user code has a backward of its own, of which it is not known that it treats samples one by one."""
     for node in nodes:
         if node.op == opaque.OPAQUE:
             name = str(node.args[0]).partition("#")[0].rpartition(".")[2]
-            return f"{node.source}: autograd.Function {name} may mix samples, or look at the size of gradients"
+            return (
+                f"{node.source}: autograd.Function {name} may mix samples, or look at the size of gradients{_OF_A_RANK}"
+            )
         if node.op == opaque.HOOKED:
-            return f"{node.source}: a tensor hook may mix samples, or look at the size of gradients"
+            return f"{node.source}: a tensor hook may mix samples, or look at the size of gradients{_OF_A_RANK}"
         if node.op.partition(".")[0] not in KNOWN_NAMESPACES:
             return f"{node.source}: operator {node.op} may mix samples"
     return ""
@@ -396,7 +401,7 @@ def _without_graph(
     """One block per child of a repeated module list, then the root: what ZeRO can wrap.
 
     Only the root where one rank's forward may leave out a module that another rank's calls: the ranks would gather
-    different parameters at the same time.
+    different parameters at the same time; and where forward runs a backward, which would free what it gathered.
     """
     wrapped = [] if reason.may_branch else _repeated_children(model)
     plain = _with_plain_tensors_on(model, "meta" if device_kind == "cuda" else "cpu")
@@ -484,5 +489,6 @@ def _repeated_children(model: nn.Module) -> list[str]:
     return [
         w for w in result
         if w not in shared and any(True for _ in modules[w].parameters())
+        and type(modules[w]).forward is not nn.Module.forward  # a container cannot be wrapped
         and sum(m is modules[w] for m in modules.values()) == 1
     ]  # fmt: skip

@@ -48,11 +48,14 @@ def storage_roots(nodes: Iterable[Node]) -> dict[int, int]:
 
 
 class Converter:
-    """Turn the nodes of an ExportedProgram into planner.graph nodes, nested graphs inlined."""
+    """Turn the nodes of an ExportedProgram into planner.graph nodes, nested graphs inlined.
+
+    `loss_source` is where the loss function is defined: export keeps lines of forward only.
+    """
 
     def __init__(
         self, program: torch.export.ExportedProgram, model: nn.Module, given: Sequence[Leaf], prime: int,
-        *, trains_on_cpu: bool,
+        *, trains_on_cpu: bool, loss_source: str = UNKNOWN,
     ) -> None:  # fmt: skip
         self.program = program
         self.prime = prime
@@ -61,6 +64,7 @@ class Converter:
         self.nodes: list[Node] = []
         self.values: dict[fx.Node, Arg] = {}
         self.trains_on_cpu = trains_on_cpu
+        self.loss_source = loss_source
         self.autocast: torch.dtype | None = None  # in the region that is converted now
         self.hooks: dict[fx.Node, list[fx.Node]] = {}  # of a call: the hooks on its result, in order
         self.leaf_names = iter([leaf.name for leaf in given])
@@ -466,7 +470,7 @@ class Converter:
                 file, _, rest = line[6:].partition('", line ')
                 if is_user_file(file):
                     return f"{file}:{rest.split(',')[0]}"
-        return UNKNOWN
+        return UNKNOWN if self._path(node) else self.loss_source
 
     def _bytes_of(self, constant: torch.Tensor, node: fx.Node) -> bytes:
         """The value of a constant."""
@@ -482,6 +486,7 @@ class Converter:
                     self._source(reader),
                     "forward computes by torch.autograd.grad, torch.func or the like, which a graph does not hold",
                     f"write it with operators, {TRAINS_WITHOUT}",
+                    may_branch=True,
                 )
             raise refused(
                 self._source(reader),

@@ -7,11 +7,12 @@ in another way are refused, as is what export would lose silently and is watched
 custom autograd Functions, tensor hooks, backward hooks, parametrizations.
 """
 
+import contextlib
 import copy
 import inspect
 import traceback
 import warnings
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -31,8 +32,17 @@ from planner.trace.batch import Leaf, LossFunction, describe, leaves, map_leaves
 from planner.trace.bounded import Bounded, TooLongError
 from planner.trace.convert import Converter, FlatGraph, storage_roots
 from planner.trace.prime import PRIMES, comes_roughly_from, is_near, prime_for
-from planner.trace.refusal import TRAINS_WITHOUT, UNKNOWN, NoGraphError, first_line, refused, user_line, where_defined
-from planner.trace.state import Kept, LossOnly, carried_over
+from planner.trace.refusal import (
+    TRAINS_WITHOUT,
+    UNKNOWN,
+    NoGraphError,
+    first_line,
+    is_user_file,
+    refused,
+    user_line,
+    where_defined,
+)
+from planner.trace.state import Kept, LossOnly, carried_over, is_filled_once
 from planner.trace.watch import (
     CHANGES_VALUE,
     DRAWS_OUTSIDE,
@@ -182,12 +192,27 @@ def _exported(
         fallback = _export_failure(error)
         couples = "" if is_general else f"{fallback.source}: what forward does depends on the size of the batch"
         raise NoGraphError([fallback], couples, may_branch=True) from error
+    caches = [name for kind, name in changed if kind == "cache"]
+    is_cached = bool(caches) and all(kind != "value" for kind, _ in changed)
+    if is_cached and all(f.reason.startswith(CHANGES_VALUE) for f in found):
+        # An export with the cache filled would read constants where the first has the operators that make them.
+        mode = fake_mode()
+        again = LossOnly(fake_copy(model, dtype, mode), loss_fn)
+        is_once = False
+        with contextlib.suppress(Exception), _quiet_forward(), mode:  # one that fails the second time is none
+            is_once = is_filled_once(again, _fake_batch(batch, prime, dtype, mode), caches)
+        if not is_once:
+            raise NoGraphError(found)
+        found.clear()
+    converter = Converter(
+        program, model, given, prime, trains_on_cpu=trains_on_cpu, loss_source=_source_of_loss(loss_fn)
+    )  # fmt: skip
     if found:
         if not is_second and all(f.reason.startswith(CHANGES_VALUE) for f in found):
             second = _exported(
                 model, batch, dtype, loss_fn, prime, replaced, trains_on_cpu=trains_on_cpu, is_second=True
             )
-            first = Converter(program, model, given, prime, trains_on_cpu=trains_on_cpu).flat_graph()
+            first = converter.flat_graph()
             if [(n.op, n.args, n.kwargs) for n in first.nodes] == [(n.op, n.args, n.kwargs) for n in second.nodes]:
                 return second
         raise NoGraphError(found, may_branch=any(f.reason == DRAWS_OUTSIDE for f in found))
@@ -195,9 +220,15 @@ def _exported(
         return _exported(model, batch, dtype, loss_fn, prime, names, trains_on_cpu=trains_on_cpu, is_second=is_second)
     if names := [name for kind, name in changed if kind == "tensor"]:
         _check_carried(model, batch, dtype, loss_fn, prime, names)
-    flat = Converter(program, model, given, prime, trains_on_cpu=trains_on_cpu).flat_graph()
+    flat = converter.flat_graph()
     nodes = _written_early(flat) if replaced else flat.nodes
     return replace(flat, nodes=nodes, checkpoints=tuple(checkpoints))
+
+
+def _source_of_loss(loss_fn: LossFunction | None) -> str:
+    """Where the user's loss function is defined."""
+    source = UNKNOWN if loss_fn is None else where_defined(loss_fn)
+    return source if is_user_file(source) else UNKNOWN
 
 
 def _written_early(flat: FlatGraph) -> tuple[Node, ...]:
@@ -238,15 +269,7 @@ def _check_carried(
     """Refuse plain tensor attributes through which one forward tells something to the next."""
     mode = fake_mode()
     wrapped = LossOnly(fake_copy(model, dtype, mode), loss_fn)
-    with (
-        warnings.catch_warnings(),
-        quiet_logs(),
-        no_lists_of_values(),
-        torch.inference_mode(False),
-        torch.enable_grad(),
-        mode,
-    ):
-        warnings.simplefilter("ignore")
+    with _quiet_forward(), mode:
         carried = carried_over(wrapped, _fake_batch(batch, prime, dtype, mode), names)
     if carried:
         owner = model.get_submodule(carried[0].rpartition(".")[0])
@@ -292,6 +315,16 @@ def _fake_batch(batch: object, size: int, dtype: torch.dtype, mode: FakeTensorMo
     return map_leaves(batch, fake)
 
 
+@contextlib.contextmanager
+def _quiet_forward() -> Iterator[None]:
+    """For a forward without export, on fake tensors."""
+    with (
+        warnings.catch_warnings(), quiet_logs(), no_lists_of_values(), torch.inference_mode(False), torch.enable_grad()
+    ):  # fmt: skip
+        warnings.simplefilter("ignore")
+        yield
+
+
 def _runs_at(size: int, model: nn.Module, batch: object, dtype: torch.dtype, loss_fn: LossFunction | None) -> bool:
     """Whether the model runs at another batch size too, as it is and without export, on fake tensors.
 
@@ -305,15 +338,7 @@ def _runs_at(size: int, model: nn.Module, batch: object, dtype: torch.dtype, los
 
     def failure(samples: int) -> Exception | None:
         try:
-            with (
-                warnings.catch_warnings(),
-                quiet_logs(),
-                no_lists_of_values(),
-                torch.inference_mode(False),
-                torch.enable_grad(),
-                mode,
-            ):
-                warnings.simplefilter("ignore")
+            with _quiet_forward(), mode:
                 wrapped(_fake_batch(batch, samples, dtype, mode))
         except ModelError:
             raise

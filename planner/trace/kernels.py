@@ -155,6 +155,8 @@ FORMULAS: dict[str, tuple[Kind, Formula]] = {
     "mv": ("matmul", lambda g, _: 2.0 * g["self"].numel()),
     "addmv": ("matmul", lambda g, _: 2.0 * g["mat"].numel()),
     "dot": ("matmul", lambda g, _: 2.0 * g["self"].numel()),
+    "_cdist_forward": ("matmul", lambda g, out: 2.0 * out.numel() * g["x1"].shape[-1]),
+    "_cdist_backward": ("matmul", lambda g, out: 4.0 * g["cdist"].numel() * g["x1"].shape[-1]),
     "_grouped_mm": ("matmul", lambda g, _: _grouped_mm_flop(g["self"], g["mat2"])),
     "grouped_mm": ("matmul", lambda g, _: _grouped_mm_flop(g["rows"], g["matrices"])),
     "grouped_mm_backward": ("matmul", lambda g, _: 2 * _grouped_mm_flop(g["rows"], g["matrices"])),
@@ -201,7 +203,7 @@ _MOVES = {
     "select_scatter", "slice_scatter", "stack", "tril", "triu", "where", "_softmax", "_log_softmax",
     "fused_rms_norm", "fused_rms_norm_backward", "native_batch_norm", "native_dropout",
     "_weight_norm_interface", "_weight_norm_interface_backward", "_unsafe_index", "sort",
-    "topk",
+    "topk", "zeros_like", "ones_like", "empty_like", "full_like", "new_zeros", "new_ones", "new_empty", "new_full",
 }  # fmt: skip
 _RESIZES = re.compile(r"^_?(upsample|grid_sampler|(constant|reflection|replication)_pad|\w*pool)")
 

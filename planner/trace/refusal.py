@@ -20,7 +20,8 @@ TRAINS_WITHOUT = "or train it as it is, without a pipeline and without recomputa
 class NoGraphError(TraceError):
     """The model has no graph; `couples_samples` is set where its loss is no mean over samples.
 
-    `may_branch` is off where every forward is known to call the same modules, whatever the values in the batch.
+    `may_branch` is off where every forward is known to call the same modules, whatever the values in the batch, and to
+    run no backward of its own.
     """
 
     def __init__(self, fallbacks: Sequence[Fallback], couples_samples: str = "", *, may_branch: bool = False) -> None:
@@ -30,9 +31,10 @@ class NoGraphError(TraceError):
         self.may_branch = may_branch
 
 
-def refused(source: str, reason: str, cure: str, *, couples: bool = False) -> NoGraphError:
+def refused(source: str, reason: str, cure: str, *, couples: bool = False, may_branch: bool = False) -> NoGraphError:
     """The error for one line of the user's; with `couples` it is also why a batch must not be split."""
-    return NoGraphError([Fallback(source=source, reason=reason, cure=cure)], f"{source}: {reason}" if couples else "")
+    fallback = Fallback(source=source, reason=reason, cure=cure)
+    return NoGraphError([fallback], f"{source}: {reason}" if couples else "", may_branch=may_branch)
 
 
 def is_user_file(name: str) -> bool:

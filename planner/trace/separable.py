@@ -14,11 +14,12 @@ differ in samples, valid targets or divisors. A part that a divisor of degree d 
 (samples / mean samples) ** (1 - d): a masked sum over its masked count is not weighed at all.
 """
 
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from planner.graph import Batch, Node, Ref, Tensor, reads
+from planner.graph import KEEPS_ORDER, Batch, Node, Ref, Tensor, reads, sample_runs
 from planner.trace import aten
 from planner.trace.dispatch import cancelled_orders
 
@@ -35,6 +36,10 @@ ALONG_DIM = {
     "topk",
 }  # fmt: skip
 INDEX = {"index", "index_select", "gather", "take", "take_along_dim", "index_put", "scatter", "scatter_add"}
+# Operators that normalise over the last dims, as many as `normalized_shape` names.
+NORMALISE_LAST = {"layer_norm", "native_layer_norm", "rms_norm", "_fused_rms_norm"}
+# Operators with windows over the last dims, as many as their names say: `conv2d`, `max_pool1d_with_indices`.
+WINDOW = re.compile(r"(conv|conv_transpose|(?:adaptive_)?(?:avg|max)_pool|upsample_\w+?)([123])d")
 MEAN, SUM = 1, 2
 
 
@@ -99,12 +104,13 @@ def separability(tensors: Sequence[Tensor], nodes: Sequence[Node], loss: int) ->
         return states.get(tensor, State(depends=found.is_batched, is_given=given))
 
     cancelled = cancelled_orders(tensors, nodes)
+    runs = sample_runs(tensors, nodes)
     for position, node in enumerate(nodes):
         operands = list(dict.fromkeys(reads(node)))
         used: list[int] = []
         known = [(t, state(t)) for t in operands]
         is_plain = position in cancelled and not any(s.degree for _, s in known if s.depends and not s.is_position)
-        made = _row_by_row(known) if is_plain else _result(node, tensors, known, used)
+        made = _row_by_row(known) if is_plain else _result(node, tensors, known, runs, used)
         outputs = [*(t for t in node.outputs if t is not None), *node.mutates]
         _follow(node, tensors, known, outputs, used, parts, scaled)
         for tensor in outputs:
@@ -199,7 +205,13 @@ def _name(node: Node) -> str:
     return node.op.split(".")[1].rstrip("_") if node.op.count(".") > 1 else node.op
 
 
-def _result(node: Node, tensors: Sequence[Tensor], operands: list[tuple[int, State]], used: list[int]) -> State:
+def _result(
+    node: Node,
+    tensors: Sequence[Tensor],
+    operands: list[tuple[int, State]],
+    runs: Mapping[int, int | None],
+    used: list[int],
+) -> State:
     """The state of what a node makes; divisors that it relies on are added to `used`."""
     made = [t for t in node.outputs if t is not None]
     is_batched = any(tensors[t].is_batched for t in made)
@@ -231,6 +243,9 @@ def _result(node: Node, tensors: Sequence[Tensor], operands: list[tuple[int, Sta
     samples = [(t, state) for t, state in moving if tensors[t].is_batched]
     if name in ALONG_DIM and _along_batch(node, tensors):
         return none(f"{name} runs over the samples of a batch")
+    mixed = _mixes_samples(node, name, tensors, runs)
+    if mixed:
+        return none(mixed)
     degree: int | None
     if samples and not is_batched:
         degree = _reduced(node, name, samples, len(moving))
@@ -348,6 +363,72 @@ def _along_batch(node: Node, tensors: Sequence[Tensor]) -> bool:
     dims = [d for d in (given if isinstance(given, tuple | list) else [given]) if type(d) is int]
     # Without dims `roll` and `flip` take the flat tensor.
     return any(isinstance(shape[d], Batch) for d in dims or [0] if -len(shape) <= d < len(shape))
+
+
+def _mixes_samples(node: Node, name: str, tensors: Sequence[Tensor], runs: Mapping[int, int | None]) -> str:
+    """How an operator whose result has a batch dim makes a sample's part of it from other samples ("" = it does not).
+
+    Statistics and windows mix the samples if the batch dim of the first operand is among the dims that they run over;
+    a view does if it splits the batch dim elsewhere than between samples.
+    """
+    first = node.args[0] if node.args else None
+    made = node.outputs[0] if node.outputs else None
+    if not isinstance(first, Ref) or made is None:
+        return ""
+    shape = tensors[first.tensor].shape
+    dims = [d for d, size in enumerate(shape) if isinstance(size, Batch)]
+    if len(dims) != 1 or sum(isinstance(size, Batch) for size in tensors[made].shape) != 1:
+        return ""  # without batch dim it is a reduction; with two the samples are coupled, and that is told elsewhere
+    (dim,) = dims
+    if name in KEEPS_ORDER:
+        is_lost = runs.get(first.tensor) is not None and runs.get(made) is None
+        return f"{name} puts elements of several samples where one sample's were" if is_lost else ""
+    over = _dims_run_over(node, name, tensors, dim, runs.get(first.tensor))
+    return f"{name} runs over the samples of a batch" if dim in over else ""
+
+
+def _dims_run_over(node: Node, name: str, tensors: Sequence[Tensor], batch_dim: int, runs: int | None) -> Sequence[int]:
+    """The dims of its first operand that an operator computes statistics of, or has windows over; [] if none."""
+    assert isinstance(node.args[0], Ref)
+    rank = len(tensors[node.args[0].tensor].shape)
+    if name in NORMALISE_LAST:
+        last = _argument(node, ("normalized_shape",))
+        return range(rank - (len(last) if isinstance(last, tuple) else 1), rank)
+    if name in ("batch_norm", "native_batch_norm", "instance_norm"):
+        # With running statistics it is the updates of buffers that are told.
+        has_statistics = _argument(node, ("running_mean",)) is not None
+        if has_statistics or not _argument(node, ("training", "use_input_stats")):
+            return ()
+        return range(2, rank) if name == "instance_norm" else (0, *range(2, rank))
+    if name in ("group_norm", "native_group_norm"):  # groups that grow with the batch are of one sample each
+        return range(2 if isinstance(_argument(node, ("num_groups", "group")), Batch) else 1, rank)
+    window = WINDOW.match(name)
+    if window is None:
+        return ()
+    spatial = rank - int(window[2])
+    if window[1].startswith("conv") and batch_dim == spatial - 1:  # channels
+        return () if isinstance(_argument(node, ("groups",)), Batch) else (batch_dim,)
+    return () if batch_dim < spatial or _tiles(node, tensors, batch_dim, spatial, runs) else (batch_dim,)
+
+
+def _tiles(node: Node, tensors: Sequence[Tensor], dim: int, spatial: int, runs: int | None) -> bool:
+    """Whether windows lie side by side along the batch dim, each within the rows of one sample."""
+    assert isinstance(node.args[0], Ref)
+    size = tensors[node.args[0].tensor].shape[dim]
+    weight = node.args[1] if len(node.args) > 1 else None
+
+    def along(name: str) -> object:
+        given = _argument(node, (name,))
+        if isinstance(given, tuple | list):
+            return given[min(dim - spatial, len(given) - 1)] if given else None
+        return given
+
+    kernel = tensors[weight.tensor].shape[dim - spatial + 2] if isinstance(weight, Ref) else along("kernel_size")
+    stride = along("stride")
+    if type(kernel) is not int or not isinstance(size, Batch) or not runs:
+        return False
+    is_plain = along("padding") in (0, "valid") and (kernel == 1 or along("dilation") in (None, 1))
+    return is_plain and stride in (None, kernel) and (size.per_sample // runs) % kernel == 0
 
 
 def _argument(node: Node, names: Sequence[str]) -> object:

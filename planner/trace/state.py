@@ -2,15 +2,19 @@
 
 A registered buffer that forward writes in place is a node like others. One that it replaces
 (`self.steps = self.steps + 1`) is given to forward as a copy, and the new value is written into it at the end. Plain
-Python values that change are refused. A tensor that is a plain attribute may be set in forward and read after that, as
-an auxiliary loss is; one that is read first carries something over from the last call and is refused, unless no input,
-parameter or draw is in it.
+Python values that change are refused, and so are lists, dicts, sets, arrays and objects whose items do, unless they are
+a cache that the first call fills for good, or are made anew in each call. A tensor that is a plain attribute may be set
+in forward and read after that, as an auxiliary loss is; one that is read first carries something over from the last
+call and is refused, unless no input, parameter or draw is in it.
 """
 
-from collections.abc import Callable, Collection, Iterator, Sequence
+import hashlib
+from collections import deque
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, Literal
 
+import numpy as np
 import torch
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -20,8 +24,14 @@ from planner.errors import ModelError
 from planner.trace.batch import LossFunction, call, output_leaves, scalar_loss
 from planner.trace.grouped import EveryDtype
 
-Kept = Literal["value", "tensor", "buffer"]
+Kept = Literal["value", "tensor", "buffer", "cache"]  # a cache is a container in which tensors change
 Note = Callable[[Kept, str], None]
+Contents = Mapping[tuple[object, ...], object]  # what a container holds, by the keys that lead there
+
+_DEEPEST, _MOST_ITEMS = 8, 20_000  # of containers that are compared
+_ABSENT = object()
+_PLAIN = (bool, int, float, complex, str, bytes, type(None))
+_NOT_OURS = ("torch.", "logging.", "threading.")  # objects of these modules keep nothing of a model's forward
 
 
 class Evaluation:
@@ -75,6 +85,7 @@ class LossOnly(nn.Module):
     def forward(self, batch: Any) -> Any:
         """The scalar loss of one batch."""
         values, tensors = _python_values(self.model), _tensor_attributes(self.model)
+        containers = _containers(self.model)
         buffers = [
             (f"{name}.{key}".lstrip("."), module, key, buffer)
             for name, module in self.model.named_modules()
@@ -92,6 +103,8 @@ class LossOnly(nn.Module):
         for name, value in _python_values(self.model).items():
             if values.get(name, value) != value:
                 self.note("value", name)
+        for name, kind in _changed(containers, _containers(self.model)).items():
+            self.note(kind, name)
         for name, tensor in _tensor_attributes(self.model).items():
             if tensors.get(name) is not tensor:
                 self.note("tensor", name)
@@ -130,6 +143,71 @@ def _tensor_attributes(model: nn.Module) -> dict[str, torch.Tensor]:
     }
 
 
+def _containers(model: nn.Module) -> dict[str, Contents]:
+    """What lists, dicts, sets, tuples, arrays and plain objects hold that are attributes of modules, by name.
+
+    Tensors are themselves, whatever their contents. What two attributes share is told under the first.
+    """
+    seen: dict[int, object] = {}  # holds on to what was seen, so that no id comes twice
+    result: dict[str, Contents] = {}
+    for name, module in model.named_modules():
+        for key, value in vars(module).items():
+            if not key.startswith("_") and not isinstance(value, (*_PLAIN, torch.Tensor, nn.Module)):
+                found: dict[tuple[object, ...], object] = {}
+                _collect(value, (), found, seen)
+                result[f"{name}.{key}".lstrip(".")] = found
+    return result
+
+
+def _collect(
+    value: object, path: tuple[object, ...], found: dict[tuple[object, ...], object], seen: dict[int, object]
+) -> None:
+    if isinstance(value, (*_PLAIN, torch.Tensor)):
+        found[path] = value
+        return
+    found[path] = type(value)
+    if id(value) in seen or len(path) > _DEEPEST or len(seen) + len(found) > _MOST_ITEMS:
+        return
+    seen[id(value)] = value
+    if isinstance(value, np.ndarray):
+        if not value.dtype.hasobject:
+            digest = hashlib.blake2b(np.ascontiguousarray(value).tobytes()).digest()
+            found[path] = (str(value.dtype), value.shape, digest)
+    elif isinstance(value, dict):
+        for key, item in value.items():
+            _collect(item, (*path, key), found, seen)
+    elif isinstance(value, list | tuple | deque):
+        for index, item in enumerate(value):
+            _collect(item, (*path, index), found, seen)
+    elif isinstance(value, set | frozenset):
+        for item in value:
+            found[*path, item] = type(item)
+    elif not isinstance(value, nn.Module | type) and not f"{type(value).__module__}.".startswith(_NOT_OURS):
+        for key, item in getattr(value, "__dict__", {}).items():
+            _collect(item, (*path, key), found, seen)
+
+
+def _changed(before: Mapping[str, Contents], after: Mapping[str, Contents]) -> dict[str, Literal["value", "cache"]]:
+    """The containers that hold something else than before."""
+    result: dict[str, Literal["value", "cache"]] = {}
+    for name in before.keys() | after.keys():
+        old, new = before.get(name, {}), after.get(name, {})
+        pairs = [(old.get(path, _ABSENT), new.get(path, _ABSENT)) for path in old.keys() | new.keys()]
+        other = [pair for pair in pairs if not _is_same(*pair)]
+        if other:
+            is_cache = any(isinstance(item, torch.Tensor) for pair in other for item in pair)
+            result[name] = "cache" if is_cache else "value"
+    return dict(sorted(result.items()))
+
+
+def _is_same(one: object, two: object) -> bool:
+    if one is two:
+        return True
+    if isinstance(one, torch.Tensor) or isinstance(two, torch.Tensor) or type(one) is not type(two):
+        return False
+    return one == two
+
+
 class _Taint(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """The storages that are made of given tensors or of random draws."""
 
@@ -146,6 +224,8 @@ class _Taint(TorchDispatchMode):  # type: ignore[no-untyped-call]
         read = [t for t in tree_leaves((args, kwargs)) if isinstance(t, torch.Tensor)]
         if torch.Tag.nondeterministic_seeded in func.tags or any(map(self.has, read)):
             self.storages.update(t.untyped_storage()._cdata for t in tree_leaves(out) if isinstance(t, torch.Tensor))
+        else:  # one that was freed may have left its address to this
+            self.storages -= {t.untyped_storage()._cdata for t in tree_leaves(out) if isinstance(t, torch.Tensor)}
         return out
 
 
@@ -194,3 +274,32 @@ def carried_over(wrapped: LossOnly, batch: Any, names: Collection[str]) -> list[
         if first.get(place) == "read" and isinstance(value, torch.Tensor) and taint.has(value):
             result.append(name)
     return result
+
+
+def is_filled_once(wrapped: LossOnly, batch: Any, names: Collection[str]) -> bool:
+    """Whether the containers of tensors tell a second forward nothing of the first one's batch.
+
+    They do not if the first fills them for good with what holds no input, parameter or draw, or if forward makes them
+    anew before it reads them. `wrapped` and `batch` are on fake tensors, whose mode is active.
+    """
+    places = {}
+    for name in names:
+        path, _, key = name.rpartition(".")
+        places[id(wrapped.model.get_submodule(path)), key] = name
+    given = [t for t in (*wrapped.parameters(), *wrapped.buffers(), *tree_leaves(batch)) if isinstance(t, torch.Tensor)]
+    first: dict[tuple[int, str], str] = {}
+    empty = _containers(wrapped.model)
+    with _Taint(given) as taint:
+        call(wrapped.model, batch)
+        values, filled = _python_values(wrapped.model), _containers(wrapped.model)
+        with _first_uses(places, first):
+            call(wrapped.model, batch)
+    anew = {name for place, name in places.items() if first.get(place) == "written"}
+    if _python_values(wrapped.model) != values or _changed(filled, _containers(wrapped.model)).keys() - anew:
+        return False
+    old = {id(item) for contents in empty.values() for item in contents.values()}
+    return not any(
+        isinstance(item, torch.Tensor) and id(item) not in old and taint.has(item)
+        for name in set(names) - anew
+        for item in filled.get(name, {}).values()
+    )

@@ -13,7 +13,7 @@ ranks stay equal to each other and to one device with as many, larger micro-batc
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from planner.graph import Arg, BufferUpdate, Node, Ref, Tensor, reads, refs
+from planner.graph import Arg, Batch, BatchNumber, BufferUpdate, Node, Ref, Tensor, reads, refs
 
 # The value itself, in another place or shape.
 _KEEPS = {
@@ -182,7 +182,7 @@ class _Followed:
         """The value of a tensor or number."""
         if isinstance(arg, Ref):
             return self.value(arg.tensor)
-        return _Value() if isinstance(arg, int | float) else None
+        return _Value() if isinstance(arg, int | float | Batch | BatchNumber) else None
 
     def _keeps_kind(self, node: Node, made: int) -> bool:
         """Whether no digit is lost: a float that becomes an integer is rounded."""

@@ -200,9 +200,10 @@ def watch_python_state(model: nn.Module, changed: list[tuple[Kept, str]], found:
     before = random.getstate(), _numpy_state()
     yield
     source = where_defined(type(model).forward)
-    if values := [name for kind, name in changed if kind == "value"]:
+    if values := [name for kind, name in changed if kind in ("value", "cache")]:
         reason = f"{CHANGES_VALUE} {values[0]}"
-        found.append(Fallback(source=source, reason=reason, cure=f"keep it in a buffer, {TRAINS_WITHOUT}"))
+        cure = f"keep it in a buffer (without, it changes in every micro-batch of every rank), {TRAINS_WITHOUT}"
+        found.append(Fallback(source=source, reason=reason, cure=cure))
     if (random.getstate(), _numpy_state()) != before:
         found.append(Fallback(source=source, reason=DRAWS_OUTSIDE, cure=f"draw with torch, {TRAINS_WITHOUT}"))
 
