@@ -242,8 +242,8 @@ WITHOUT_GRAPH = {  # what the model does: (the model, in the reason, in the cure
     "logarithm-of-batch": (lambda: variant(logarithm_of_batch), "made from the batch size", "mean", HERE),
 }
 
-# What export stops at may be a branch: it may call other modules in another batch, so that none is wrapped alone. Nor is
-# one where forward runs a backward, which would free what was gathered for the outer one.
+# What export stops at may be a branch: it may call other modules in another batch, so that none is wrapped alone.
+# Nor is one where forward runs a backward, which would free what was gathered for the outer one.
 MAY_BRANCH = {"function-of-values", "branch", "gradient-in-forward"}
 
 
