@@ -68,6 +68,22 @@ class Symbol:
 
 Arg = None | bool | int | float | str | Ref | Batch | Symbol | tuple["Arg", ...]
 TensorKind = Literal["parameter", "buffer", "constant", "input", "activation"]
+OrderForm = Literal[
+    "places",  # rows in order; each is the number of its unsorted row, divided by `group`
+    "rows",  # rows in order
+    "keys",  # rows in order: what was sorted
+    "counts",  # how often each key occurs
+    "ends",  # where the run of each key ends
+    "inverse",  # unsorted rows; each is its place in the order
+]
+
+
+@dataclass(frozen=True, slots=True)
+class RowOrder:
+    """What a tensor is in an order of rows that cancels out: tokens sorted by expert and put back."""
+
+    form: OrderForm
+    group: int = 1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -75,7 +91,8 @@ class Tensor:
     """One tensor of the graph. Parameters are named as in `named_parameters()` of the model.
 
     An input is named by its place in the batch (`input_ids`, or `0` for the first argument).
-    `value` holds the bytes of a constant that was made in `__init__` or in forward.
+    `value` holds the bytes of a constant that was made in `__init__` or in forward. `order` is what it is in an order
+    of rows that cancels out.
     """
 
     name: str
@@ -84,6 +101,7 @@ class Tensor:
     kind: TensorKind
     requires_grad: bool = False
     value: bytes | None = None
+    order: RowOrder | None = None
 
     @property
     def num_elements(self) -> Affine:
@@ -146,6 +164,19 @@ class Kernel:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Communicated:
+    """One collective that a block makes in a pass: what, over which mesh axis, how much.
+
+    `num_bytes` are counted as `planner.collectives` does.
+    """
+
+    collective: str
+    axis: str
+    phase: Literal["forward", "backward"]
+    num_bytes: Affine
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class BlockClass:
     """Structurally equal blocks, priced once.
 
@@ -160,6 +191,7 @@ class BlockClass:
     saves_output: tuple[bool, ...]
     forward_peak: Affine
     backward_peak: Affine
+    collectives: tuple[Communicated, ...] = ()
 
     def flop(self, phase: str) -> Affine:
         """FLOP of all kernels of one phase."""
@@ -256,6 +288,10 @@ KEEPS_ORDER = {
     "view", "_unsafe_view", "reshape", "view_as", "reshape_as", "_reshape_alias", "flatten", "ravel", "unflatten",
     "squeeze", "unsqueeze", "contiguous",
 }  # fmt: skip
+# Operators that change how a tensor is placed on the ranks of an axis (planner.shard.placement).
+CONVERSIONS = {
+    "copy", "reduce", "reduce_copy", "cut", "take", "gather", "gather_sum", "scatter", "exchange", "share", "unshare",
+}  # fmt: skip
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -266,7 +302,8 @@ class Graph:
     `aliases` are groups of names that are one
     parameter (the first is the name used here). `settings` are what the batch holds beside tensors.
     `couples_samples` says why a batch must not be
-    split ("" = it may), `not_separable` why splitting it gives the loss of the parts rather than
+    split ("" = it may); where costs are no lines in it, they are right for `priced_samples` (0 = they are lines).
+    `not_separable` says why splitting it gives the loss of the parts rather than
     of the whole ("" = both are equal). `loss_terms` and `divisors` say how micro-batches are weighed, `unweighed` why
     those with unequal counts of valid targets cannot be ("" = they can). `outputs` are named leaves of what the model
     returns, in a graph for evaluation; where that has no loss, `loss` is the first of them. `buffer_updates` are
@@ -292,6 +329,7 @@ class Graph:
     unweighed: str = ""
     settings: tuple[tuple[str, str], ...] = ()
     couples_samples: str = ""
+    priced_samples: int = 0
     not_separable: str = ""
     updates_statistics: bool = False
     buffer_updates: tuple[BufferUpdate, ...] = ()
@@ -428,6 +466,12 @@ def _runs_of(node: Node, tensors: Sequence[Tensor], tensor: int, runs: dict[int,
     first_runs, first_before, first_rows = next(iter(found))
     if len({known for known, _, _ in found}) > 1 or first_runs is None:
         return None
+    if node.op.startswith("planner.") and name in CONVERSIONS:
+        # Pieces of a dim whose parts are batches are whole runs; those of parts that a batch repeats are in all runs.
+        parts = [item for arg in node.args if isinstance(arg, tuple) for item in arg]
+        is_cut = any(isinstance(item, Batch) for item in parts)
+        left = first_runs * rows // first_rows if is_cut else first_runs
+        return left if left and (not is_cut or first_runs * rows % first_rows == 0) else None
     if name in KEEPS_ORDER:  # what runs in front of a sample's first element stays there
         in_front = first_before * first_runs
         if in_front == 0:  # no elements

@@ -49,7 +49,8 @@ class Experts(nn.Module):
         weights, chosen = self.router(tokens).softmax(-1).topk(CHOSEN, -1)
         experts, order = chosen.flatten().sort(descending=self.fault == "descending")
         group = 4 if self.fault == "other group" else CHOSEN
-        counts = torch.histc(experts.float(), EXPERTS, min=1 if self.fault == "keys left out" else 0, max=EXPERTS - 1)
+        low, high = (1 if self.fault == "keys left out" else 0), (0 if self.fault == "any range" else EXPERTS - 1)
+        counts = torch.histc(experts.float(), EXPERTS, min=low, max=high)
         ends = counts.cumsum(0, dtype=torch.int32)
         rows = torch._grouped_mm(tokens[order // group], self.matrices, ends)
         if self.fault == "over rows":
@@ -94,7 +95,16 @@ def test_an_order_is_followed_through_other_operators(batch: dict[str, Tensor], 
 
 @pytest.mark.parametrize(
     "fault",
-    ["descending", "other group", "keys left out", "over rows", "another order", "not undone", "counts in the loss"],
+    [
+        "descending",
+        "other group",
+        "keys left out",
+        "any range",
+        "over rows",
+        "another order",
+        "not undone",
+        "counts in the loss",
+    ],
 )
 def test_an_order_that_shows_is_told(batch: dict[str, Tensor], fault: str) -> None:
     graph = trace(Experts(fault), batch, device_kind="cpu")

@@ -5,13 +5,22 @@
     Q     whole, equal      partial                 the gradient of the whole is the sum over ranks
     P     partial           whole, equal            the value of the whole is the sum over ranks
     S     a part of a dim   the same part           split
+    L     of own tokens     the same                local
+    D     of own experts    the same                dispatched
 
-A tensor that has no gradient is R, P or S. Other pairs (both partial) do not occur: sum one of the two first.
+A tensor that has no gradient is R, P, S, L or D. Other pairs (both partial) do not occur: sum one of the two first.
 
 The split of a dim is described by the `parts` that it is made of, one after the other, `repeats` times: each part is
 cut into as many equal pieces as there are ranks, and a rank holds its piece of every part. A plain split has one part,
 the dim itself. A fused projection of queries, keys and values has three; the tokens of a batch that was flattened
 (`[batch, tokens] -> [batch * tokens]`, split by tokens) are one part, repeated for every sample.
+
+L and D are inside of an order of rows by expert that cancels out (`Tensor.order`); only operators begin and end them.
+L is what a rank makes of its own tokens alone, as if there were no others: their rows in the order of their experts,
+places in this order, how many there are of each expert. It has the split of the rows, unsorted, that it was made of:
+rows of two splits never meet. D are the rows of the experts that a rank has, experts one after the other. How many
+they are depends on the values; sizes are those of balanced experts. Without parts they are the rows of all tokens in
+the order of the whole; with parts, those that were sent by the ranks that have the tokens, which are split so.
 """
 
 import re
@@ -23,12 +32,12 @@ from typing import Literal
 from planner.errors import PlanError
 from planner.graph import Arg, Batch, Graph, Node, Size, Tensor, reads
 
-Kind = Literal["R", "Q", "P", "S"]
+Kind = Literal["R", "Q", "P", "S", "L", "D"]
 
 
 @dataclass(frozen=True, slots=True, order=True)
 class Placement:
-    """One of the four kinds; for S also the dim and what it is made of (see the module docstring)."""
+    """One of the six kinds; for S, L and D also the dim and what it is made of (see the module docstring)."""
 
     kind: Kind
     dim: int = 0
@@ -37,32 +46,38 @@ class Placement:
 
     @property
     def is_split(self) -> bool:
-        """Whether a rank holds a part."""
+        """Whether a rank holds a part that its number tells (S)."""
         return self.kind == "S"
 
+    @property
+    def is_part(self) -> bool:
+        """Whether ranks hold different elements: S, L or D."""
+        return self.kind in ("S", "L", "D")
+
     def __str__(self) -> str:
-        if self.kind != "S":
+        if not self.parts:
             return self.kind
         repeats = "" if self.repeats == 1 else f"*{_size_text(self.repeats)}"
-        return f"S{self.dim}{repeats}[{','.join(map(_size_text, self.parts))}]"
+        return f"{self.kind}{self.dim}{repeats}[{','.join(map(_size_text, self.parts))}]"
 
     @classmethod
     def parse(cls, text: str) -> "Placement":
         """The inverse of `str`.
 
-        >>> str(Placement.parse("S0*B[128]")), str(Placement.parse("S2[64,32,32]")), str(Placement.parse("Q"))
-        ('S0*B[128]', 'S2[64,32,32]', 'Q')
+        >>> [str(Placement.parse(text)) for text in ("S0*B[128]", "S2[64,32,32]", "Q", "D", "L0*B[128]")]
+        ['S0*B[128]', 'S2[64,32,32]', 'Q', 'D', 'L0*B[128]']
 
         Raises:
             PlanError: the text is no placement.
         """
-        if text in ("R", "Q", "P"):
+        if text in ("R", "Q", "P", "D"):
             return cls(text)  # type: ignore[arg-type]
-        match = re.fullmatch(r"S(\d{1,3})(?:\*(\d{0,12}B?))?\[(\d{0,12}B?(?:,\d{0,12}B?)*)\]", text)
-        sizes = [] if match is None else [match[2] or "1", *match[3].split(",")]
+        match = re.fullmatch(r"([SLD])(\d{1,3})(?:\*(\d{0,12}B?))?\[(\d{0,12}B?(?:,\d{0,12}B?)*)\]", text)
+        sizes = [] if match is None else [match[3] or "1", *match[4].split(",")]
         if match is None or "" in sizes:
-            raise PlanError(f"{text!r} is no placement: it must be R, Q, P or such as S1[128]")
-        return cls("S", int(match[1]), tuple(_size_of(size) for size in sizes[1:]), _size_of(sizes[0]))
+            raise PlanError(f"{text!r} is no placement: it must be R, Q, P, D or such as S1[128]")
+        kind, dim = match[1], int(match[2])
+        return cls(kind, dim, tuple(_size_of(size) for size in sizes[1:]), _size_of(sizes[0]))  # type: ignore[arg-type]
 
 
 R, Q, P = Placement("R"), Placement("Q"), Placement("P")
@@ -111,7 +126,7 @@ def split(dim: int, parts: Sequence[Size], repeats: Size = 1) -> Placement:
 
 
 def total_size(placement: Placement) -> Size:
-    """The size of the whole dim that an S splits.
+    """The size of the whole dim that an S splits (of the rows, for an L or D with parts).
 
     >>> total_size(Placement.parse("S0*2B[64,32]"))
     Batch(per_sample=192)
@@ -134,17 +149,18 @@ def divides(degree: int, placement: Placement) -> bool:
 
 
 def local_size(size: Size, degree: int) -> Size:
-    """`size / degree`; the caller knows that it divides."""
-    return Batch(size.per_sample // degree) if isinstance(size, Batch) else size // degree
+    """`size / degree`, which divides it, or else at least that."""
+    return Batch(-(-size.per_sample // degree)) if isinstance(size, Batch) else -(-size // degree)
 
 
 def local_shape(shape: Sequence[Size], placement: Placement, degree: int) -> tuple[Size, ...]:
-    """What a rank holds of a tensor of `shape`.
+    """What a rank holds of a tensor of `shape`; for D, with balanced experts.
 
     >>> local_shape((Batch(1), 12, 8), split(1, [12]), 4)
     (Batch(per_sample=1), 3, 8)
     """
-    if not placement.is_split:
+    is_counted = placement.kind == "L" and not any(isinstance(size, Batch) for size in shape)  # one of each expert
+    if not placement.is_part or is_counted:
         return tuple(shape)
     return tuple(local_size(s, degree) if d == placement.dim else s for d, s in enumerate(shape))
 
@@ -194,12 +210,15 @@ class Sharding:
 
 
 def differentiable(graph: Graph) -> frozenset[int]:
-    """Tensors that a gradient flows through: parameters that train, and what is made of them in floating point."""
+    """Tensors that a gradient flows through: parameters that train, and what is made of them in floating point.
+
+    A buffer that forward writes (running statistics) has none.
+    """
     found = {i for i, t in enumerate(graph.tensors) if t.requires_grad}
     for node in graph.nodes:
         if node.op != "aten.detach.default" and any(t in found for t in reads(node)):
             made = [t for t in (*node.outputs, *node.mutates) if t is not None]
-            found.update(t for t in made if is_floating(graph.tensors[t]))
+            found.update(t for t in made if is_floating(graph.tensors[t]) and graph.tensors[t].kind != "buffer")
     return frozenset(found)
 
 

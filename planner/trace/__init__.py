@@ -25,11 +25,18 @@ from planner.graph import (
     reads,
     total,
 )
-from planner.trace import opaque, pricing
+from planner.shard.placement import differentiable
+from planner.trace import (
+    opaque,
+    parallel_experts,  # noqa: F401 registers operators
+    parallel_operators,  # noqa: F401 registers operators
+    pricing,
+)
 from planner.trace.assumed import AssumedValues
 from planner.trace.batch import LossFunction, call, leaves, map_leaves, num_samples, scalar_loss, settings
 from planner.trace.convert import FlatGraph
 from planner.trace.cut import Cut, cut, cut_like, signature, storages
+from planner.trace.dispatch import orders_of_rows
 from planner.trace.export import export
 from planner.trace.masks import fold_masks
 from planner.trace.refusal import NoGraphError
@@ -38,7 +45,7 @@ from planner.trace.state import Evaluation
 from planner.trace.updates import updates
 from planner.trace.watch import checkpoint_inlined
 
-__all__ = ["Evaluation", "call", "leaves", "map_leaves", "num_samples", "scalar_loss", "trace"]
+__all__ = ["Evaluation", "call", "leaves", "map_leaves", "num_samples", "priced", "scalar_loss", "trace"]
 
 logger = logging.getLogger(__name__)
 Progress = Callable[[str], None]
@@ -51,6 +58,8 @@ MEAN_LOSSES = {
     "aten.nll_loss_nd.default": (1, 2, 3, 4),
     "aten.nll_loss.default": (1, 2, 3, 4),
     "aten.nll_loss2d.default": (1, 2, 3, 4),
+    "planner.cross_entropy.default": (1, 2, 3, 4),
+    "planner.cross_entropy_of_part.default": (1, 2, 3, 4),
 }
 # Whose operators are known to treat samples one by one, or to what extent not.
 KNOWN_NAMESPACES = ("aten", "prims", "planner", "operator", "math", "transformers", "torchvision")
@@ -145,6 +154,8 @@ def _assemble(
     coupling, is_quadratic = _coupling(flat, found)
     live = [flat.nodes[i] for i in sorted({*found.main, *found.free})]
     split = separability(flat.tensors, live, flat.loss)
+    for tensor, order in orders_of_rows(tensors, live)[1].items():
+        tensors[tensor] = replace(tensors[tensor], order=order)
     recursions, one_data_rank = updates(flat.tensors, live, flat.loss)
     coupling = coupling or split.sums
     terms, unweighed = _loss_terms(flat, split, found, prelude, maker)
@@ -217,10 +228,52 @@ def _assemble(
         not_separable=split.mixes or lost or _unknown_backward(live),
         checkpoints=flat.checkpoints,
         couples_samples=f"{coupling} (priced as for {sizes[1]} samples)" if is_quadratic else coupling,
+        priced_samples=sizes[1] if is_quadratic else 0,
         updates_statistics=any(tensors[t].kind == "buffer" for i in found.main for t in flat.nodes[i].mutates),
         buffer_updates=recursions,
         one_data_rank=one_data_rank,
     )
+
+
+def priced(
+    local: Graph,
+    whole: Graph,
+    degree: int,
+    device_kind: Literal["cuda", "cpu"] = "cuda",
+    *,
+    axis: str = "tp",
+    expert_imbalance: float = 1.0,
+) -> Graph:
+    """A graph of one of `degree` ranks with the prices of its classes, collectives included; each is priced once.
+
+    `whole` is the graph that it was made of: blocks that are as they were keep their prices. A rank's experts get
+    `expert_imbalance` times a fair share of the tokens.
+
+    Raises:
+        TraceError: a block of the rank does not run on fake tensors.
+    """
+    moving = differentiable(local)
+    classes: dict[int, BlockClass] = {}
+    for block, before in zip(local.blocks, whole.blocks, strict=True):
+        if block.class_index in classes:
+            continue
+        nodes = [local.nodes[i] for i in block.nodes]
+        touched = {t for node in nodes for t in (*reads(node), *node.outputs) if t is not None}
+        if (
+            whole.classes
+            and nodes == [whole.nodes[i] for i in before.nodes]
+            and all(local.tensors[t] == whole.tensors[t] for t in touched)
+        ):
+            classes[block.class_index] = whole.classes[before.class_index]
+            continue
+        classes[block.class_index] = pricing.price_nodes(
+            local.tensors, nodes, block.inputs, block.shared, block.outputs,
+            device_kind=device_kind, detached=[t for t in block.inputs if t not in moving],
+            micro_batches=(2, local.priced_samples or 4), linearised=local.priced_samples > 0, axes={axis: degree},
+            expert_imbalance=expert_imbalance,
+        )  # fmt: skip
+    kinds = [classes[index] for index in range(len(classes))]
+    return replace(local, classes=tuple(kinds), blocks=tuple(_with_saved_bytes(local.blocks, kinds, local.tensors)))
 
 
 def _outputs(flat: FlatGraph, names: Sequence[str]) -> tuple[tuple[str, int], ...]:
@@ -292,7 +345,7 @@ def _prelude_nodes(flat: FlatGraph, found: Cut, maker: Mapping[int, int]) -> set
     return needed
 
 
-def _with_saved_bytes(blocks: list[Block], classes: list[BlockClass], tensors: list[Tensor]) -> list[Block]:
+def _with_saved_bytes(blocks: Sequence[Block], classes: Sequence[BlockClass], tensors: Sequence[Tensor]) -> list[Block]:
     """Bytes each block keeps: its own, its outputs, and inputs that nobody counted before it."""
     counted: set[int] = set()
     result = []

@@ -14,7 +14,7 @@ import torch
 
 from planner.errors import TraceError
 from planner.graph import Arg, Batch, BatchNumber, Node, Ref, Symbol, Tensor
-from planner.trace import grouped, opaque
+from planner.trace import grouped, opaque, parallel
 
 _PYTHON_MODULES = {"operator": operator, "math": math}
 _SLICE = "slice"  # the first item of a frozen slice
@@ -36,6 +36,8 @@ def torch_operator(name: str) -> Callable[..., Any]:
             found = grouped.grouped_mm
         case _ if name in opaque.RUNS:
             found = opaque.RUNS[name]
+        case _ if name in parallel.OPERATORS:
+            found = parallel.unbound(name)
         case [module, function] if module in _PYTHON_MODULES:
             found = getattr(_PYTHON_MODULES[module], function, None)
         case [namespace, packet, overload]:

@@ -384,7 +384,7 @@ def signature(
         made = [t for t in node.outputs if t is not None]
         for tensor in made:
             numbers[tensor] = len(numbers)
-        rows.append((row, [(_shape(tensors[t]), tensors[t].dtype) for t in made]))
+        rows.append((row, [(_shape(tensors[t]), tensors[t].dtype, tensors[t].order) for t in made]))
     leaving = sorted(numbers[t] for t in outputs)
     return hashlib.sha256(repr((rows, leaving)).encode()).hexdigest()
 

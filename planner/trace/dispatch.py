@@ -8,21 +8,13 @@ below, and each operator on it one that keeps a row a function of that row.
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any
 
 import torch
 
-from planner.graph import Batch, Node, Ref, Tensor, reads
+from planner.graph import Batch, Node, Ref, RowOrder, Tensor, reads
 from planner.trace import aten
 
-Form = Literal[
-    "places",  # rows in order; each is the number of its unsorted row, divided by `group`
-    "rows",  # rows in order
-    "keys",  # rows in order: what was sorted
-    "counts",  # how often each key occurs
-    "ends",  # where the run of each key ends
-    "inverse",  # unsorted rows; each is its place in the order
-]
 _INDEX = {"index", "index_select", "embedding"}
 _SAME = {"to", "_to_copy", "clone", "contiguous", "detach", "alias", "float"}
 _ROW_WISE = {"linear", "matmul", "mm", "layer_norm", "rms_norm", "softmax", "_softmax", "sum", "mean", "chunk", "split",
@@ -30,23 +22,29 @@ _ROW_WISE = {"linear", "matmul", "mm", "layer_norm", "rms_norm", "softmax", "_so
              "unbind", "view", "reshape", "expand"}  # fmt: skip
 
 
-@dataclass(frozen=True, slots=True)
-class _Known:
-    form: Form
-    group: int = 1
-
-
 def cancelled_orders(tensors: Sequence[Tensor], nodes: Sequence[Node]) -> frozenset[int]:
     """Positions in `nodes` of those that make, use or undo an order of rows without a trace of it in the results."""
+    return orders_of_rows(tensors, nodes)[0]
+
+
+def orders_of_rows(tensors: Sequence[Tensor], nodes: Sequence[Node]) -> tuple[frozenset[int], Mapping[int, RowOrder]]:
+    """The positions of `cancelled_orders`, and what tensors (by index) are in these orders."""
     result: set[int] = set()
+    forms: dict[int, RowOrder] = {}
+    torn: set[int] = set()  # not the same in two orders
     for start, node in enumerate(nodes):
-        if _name(node) in ("sort", "argsort") and start not in result:
-            result |= _reach(tensors, nodes, start) or set()
-    return frozenset(result)
+        if _name(node) in ("sort", "argsort") and start not in result and (found := _reach(tensors, nodes, start)):
+            reached, known = found
+            result |= reached
+            torn |= {t for t, form in known.items() if forms.get(t, form) != form}
+            forms |= known
+    return frozenset(result), {t: form for t, form in forms.items() if t not in torn}
 
 
-def _reach(tensors: Sequence[Tensor], nodes: Sequence[Node], start: int) -> set[int] | None:
-    """The nodes that the order made by `nodes[start]` reaches; None if it does not cancel out."""
+def _reach(
+    tensors: Sequence[Tensor], nodes: Sequence[Node], start: int
+) -> tuple[set[int], Mapping[int, RowOrder]] | None:
+    """The nodes that the order made by `nodes[start]` reaches, and forms of tensors; None if it does not cancel out."""
     first = nodes[start].args[0]
     if _is_descending(nodes[start]):
         return None  # groups are counted upwards
@@ -54,15 +52,15 @@ def _reach(tensors: Sequence[Tensor], nodes: Sequence[Node], start: int) -> set[
         return None
     count = shape[0].per_sample
     *values, places = nodes[start].outputs
-    known = {t: _Known("keys") for t in values if t is not None}
+    known = {t: RowOrder("keys") for t in values if t is not None}
     if places is not None:
-        known[places] = _Known("places")
+        known[places] = RowOrder("places")
     unsorted = _Unsorted(count, {first.tensor})
     reached = {start}
     for position, node in enumerate(nodes):
         if counts := unsorted.counts(node, tensors):
             reached.add(position)
-            known.update(dict.fromkeys(counts, _Known("counts")))
+            known.update(dict.fromkeys(counts, RowOrder("counts")))
         if position <= start or not any(t in known for t in reads(node)):
             continue
         reached.add(position)
@@ -70,11 +68,11 @@ def _reach(tensors: Sequence[Tensor], nodes: Sequence[Node], start: int) -> set[
         if form is None:
             return None
         for tensor in (*node.mutates, *_made(node)):
-            if isinstance(form, _Known):
+            if isinstance(form, RowOrder):
                 known[tensor] = form
             else:
                 known.pop(tensor, None)
-    return reached
+    return reached, known
 
 
 @dataclass(slots=True)
@@ -120,13 +118,17 @@ def _made(node: Node) -> list[int]:
 
 
 def _from_zero(node: Node) -> bool:
-    """Whether a histogram leaves out no small key, which would shift the ends of all others."""
-    return node.args[2:3] == (0,)
+    """Whether a histogram leaves out no small key, which would shift the ends of all others.
+
+    From 0 to 0 it would run from the smallest key that there is to the largest.
+    """
+    low, high = node.args[2:4] if len(node.args) > 3 else (None, None)
+    return low == 0 and isinstance(high, int | float) and high > 0
 
 
 def _form(
-    node: Node, tensors: Sequence[Tensor], known: Mapping[int, _Known], numbers: set[int], count: int
-) -> _Known | bool | None:
+    node: Node, tensors: Sequence[Tensor], known: Mapping[int, RowOrder], numbers: set[int], count: int
+) -> RowOrder | bool | None:
     """The form of what a node makes of ordered tensors; True = none of them; None = the order shows."""
     name = _name(node)
     if name.endswith("_like") or name.startswith("new_"):
@@ -142,19 +144,19 @@ def _form(
         return bool(shape) and isinstance(shape[0], Batch)
 
     if name == "histc" and forms == ["keys"] and _from_zero(node):
-        return _Known("counts")
+        return RowOrder("counts")
     if name == "cumsum" and forms == ["counts"]:
-        return _Known("ends")
+        return RowOrder("ends")
     if name in _SAME and first is not None and first in known:
         return known[first]
     if name == "floor_divide" and forms == ["places"] and isinstance(node.args[1], int) and first is not None:
         group = known[first].group * node.args[1]
-        return _Known("places", group) if node.args[1] > 0 and count % group == 0 else None
-    if name == "argsort" and not _is_descending(node) and first is not None and known.get(first) == _Known("places"):
-        return _Known("inverse")
+        return RowOrder("places", group) if node.args[1] > 0 and count % group == 0 else None
+    if name == "argsort" and not _is_descending(node) and first is not None and known.get(first) == RowOrder("places"):
+        return RowOrder("inverse")
     if name == "_grouped_mm":
         is_dispatched = forms[:1] == ["rows"] and forms[2:3] == ["ends"] and forms[1] is None
-        return _Known("rows") if is_dispatched else None
+        return RowOrder("rows") if is_dispatched else None
     if name == "index_put":
         return _put(node, known, numbers)
     if name in _INDEX:
@@ -170,26 +172,26 @@ def _form(
         return None
     made = [tensors[t].shape for t in _made(node)]
     if all(shape and shape[0] == Batch(count) for shape in made):
-        return _Known("rows")
+        return RowOrder("rows")
     is_reduced = name in ("sum", "mean") and not any(isinstance(s, Batch) for shape in made for s in shape)
     return True if is_reduced else None
 
 
-def _put(node: Node, known: Mapping[int, _Known], numbers: set[int]) -> _Known | None:
+def _put(node: Node, known: Mapping[int, RowOrder], numbers: set[int]) -> RowOrder | None:
     """`inverse[places] = numbers of all rows`."""
     target, indices, values = node.args[:3]
     if not (isinstance(target, Ref) and isinstance(values, Ref) and isinstance(indices, tuple) and len(indices) == 1):
         return None
     index = indices[0]
-    is_whole = isinstance(index, Ref) and known.get(index.tensor) == _Known("places") and target.tensor not in known
+    is_whole = isinstance(index, Ref) and known.get(index.tensor) == RowOrder("places") and target.tensor not in known
     adds = len(node.args) > 3 and node.args[3]
-    return _Known("inverse") if is_whole and values.tensor in numbers and not adds else None
+    return RowOrder("inverse") if is_whole and values.tensor in numbers and not adds else None
 
 
 def _picked(
-    node: Node, name: str, tensors: Sequence[Tensor], known: Mapping[int, _Known], count: int,
+    node: Node, name: str, tensors: Sequence[Tensor], known: Mapping[int, RowOrder], count: int,
     is_batched: Callable[[int], bool],
-) -> _Known | bool | None:  # fmt: skip
+) -> RowOrder | bool | None:  # fmt: skip
     """Rows by number: into the order, out of it, or of a table by their keys."""
     table = node.args[0]
     given: Any = node.args[1] if name != "index_select" else (node.args[2] if node.args[1] == 0 else None)
@@ -199,11 +201,11 @@ def _picked(
     source, number = known.get(table.tensor), known.get(index.tensor)
     if source is None and number is not None and number.form == "places" and is_batched(table.tensor):
         size = tensors[table.tensor].shape[0]
-        return _Known("rows") if size == Batch(count // number.group) else None
-    if source is not None and source.form in ("rows", "keys") and number == _Known("inverse"):
+        return RowOrder("rows") if size == Batch(count // number.group) else None
+    if source is not None and source.form in ("rows", "keys") and number == RowOrder("inverse"):
         return True
     if source is None and number is not None and number.form in ("rows", "keys") and not is_batched(table.tensor):
-        return _Known("rows")
+        return RowOrder("rows")
     return None
 
 

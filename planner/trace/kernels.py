@@ -426,6 +426,7 @@ REPLACEMENTS: dict[DeviceKind, dict[str, Callable[..., Any]]] = {
 
 _FUNCTIONS: dict[Any, Callable[..., Any]] = {torch._grouped_mm: grouped_mm}
 _CUDA_FUNCTIONS: dict[Any, Callable[..., Any]] = {
+    aten.scaled_dot_product_attention.default: _cuda_attention,
     nn.functional.scaled_dot_product_attention: _cuda_attention,
     nn.functional.dropout: _cuda_functional_dropout,
     nn.functional.rms_norm: _cuda_rms_norm,
@@ -435,7 +436,7 @@ _CUDA_FUNCTIONS: dict[Any, Callable[..., Any]] = {
 
 
 class DeviceFunctions(TorchFunctionMode):
-    """The same replacements for a module that runs as it is."""
+    """The same replacements for a module, or an operator of ours, that runs as it is."""
 
     def __init__(self, kind: DeviceKind) -> None:
         super().__init__()

@@ -12,6 +12,7 @@ import weakref
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, Literal
 
 import numpy as np
@@ -22,7 +23,7 @@ from torch.autograd.graph import get_gradient_edge, saved_tensors_hooks
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from planner.errors import PlannerError, TraceError
-from planner.graph import Affine, BlockClass, Kernel, Node, Tensor, reads
+from planner.graph import Affine, BlockClass, Communicated, Kernel, Node, Tensor, reads
 from planner.trace.assumed import LargestSizes
 from planner.trace.aten import run_nodes
 from planner.trace.batch import Leaf, LossFunction, call, map_leaves, scalar_loss
@@ -37,6 +38,7 @@ from planner.trace.kernels import (
     storage_key,
     tensors_in,
 )
+from planner.trace.parallel import Pretended, bound
 
 Phase = Literal["forward", "backward"]
 
@@ -251,6 +253,7 @@ class _Run:
     saves_output: tuple[bool, ...]
     forward_levels: np.ndarray  # live bytes beyond what is saved in the end, moment by moment
     backward_levels: np.ndarray
+    collectives: Sequence[tuple[str, str, Phase, float]] = ()  # name, axis, phase, bytes
 
 
 def price_nodes(
@@ -264,6 +267,8 @@ def price_nodes(
     detached: Collection[int] = (),
     micro_batches: tuple[int, int] = (2, 4),
     linearised: bool = False,
+    axes: Mapping[str, int] = {},
+    expert_imbalance: float = 1.0,
 ) -> BlockClass:
     """Kernels, saved bytes and peaks of a block, forward and backward, alone on fake tensors.
 
@@ -271,14 +276,16 @@ def price_nodes(
     count whole storages once. The peaks hold outputs and incoming gradients but no gradients of
     parameters, which a rank's memory counts by itself. In a block that compares samples with each
     other, quantities grow with the square of the micro-batch; `linearised`, they are right at the
-    larger of `micro_batches` only.
+    larger of `micro_batches` only. `axes` are the mesh axes over which the nodes communicate, with
+    their sizes; a rank's experts get `expert_imbalance` times a fair share of what is sent to them.
 
     Raises:
         TraceError: an operator has no FLOP formula, or a quantity is not linear in the micro-batch.
     """
     with _as_trace_error(f"the block from {nodes[0].name} to {nodes[-1].name}" if nodes else "an empty block"):
         first, second = (
-            _run_block(tensors, nodes, inputs, shared, outputs, size, device_kind, detached) for size in micro_batches
+            _run_block(tensors, nodes, inputs, shared, outputs, size, device_kind, detached, axes, expert_imbalance)
+            for size in micro_batches
         )
     return BlockClass(
         kernels=_fit_kernels((first.launches, second.launches), micro_batches, linearised=linearised),
@@ -287,6 +294,15 @@ def price_nodes(
         saves_output=first.saves_output,
         forward_peak=_fit_peak((first.forward_levels, second.forward_levels), micro_batches),
         backward_peak=_fit_peak((first.backward_levels, second.backward_levels), micro_batches),
+        collectives=tuple(
+            Communicated(
+                collective=collective,
+                axis=axis,
+                phase=phase,
+                num_bytes=_fit((low, high), micro_batches, f"bytes of {collective}", linearised=linearised),
+            )
+            for (collective, axis, phase, low), (*_, high) in zip(first.collectives, second.collectives, strict=True)
+        ),
     )
 
 
@@ -350,8 +366,10 @@ def _run_forward(
     outputs: Collection[int],
     micro_batch: int,
     device_kind: DeviceKind,
+    operators: Mapping[str, Callable[..., Any]] = {},
 ) -> None:
     """Runs nodes and lets go of every tensor after its last use, as Python would."""
+    replacements = {**REPLACEMENTS[device_kind], **operators}
     last_use: dict[int, int] = {}
     for position, node in enumerate(nodes):
         for tensor in (*reads(node), *(t for t in node.outputs if t is not None)):
@@ -363,7 +381,7 @@ def _run_forward(
     for position, node in enumerate(nodes):
         run_nodes(
             tensors, [node], env,
-            micro_batch=micro_batch, device=device_of(device_kind), replace=REPLACEMENTS[device_kind],
+            micro_batch=micro_batch, device=device_of(device_kind), replace=replacements,
         )  # fmt: skip
         for tensor in dying.get(position, ()):
             env.pop(tensor, None)
@@ -378,6 +396,8 @@ def _run_block(
     micro_batch: int,
     device_kind: DeviceKind,
     detached: Collection[int],
+    axes: Mapping[str, int],
+    expert_imbalance: float,
 ) -> _Run:
     """One forward and backward of a block."""
     read = [t for t in dict.fromkeys(t for node in nodes for t in reads(node)) if t not in shared]
@@ -392,9 +412,21 @@ def _run_block(
         matrices = {tensors[t].name: leaves[t] for t in read if tensors[t].kind == "parameter"}
         keys = {t: storage_key(env[t]) for t in inputs if t in env}
         recorder = _Recorder(given, matrices)
+        collectives: list[tuple[str, str, Phase, float]] = []
+
+        def pretended(axis: str, size: int) -> Pretended:
+            def seen(collective: str, num_bytes: int) -> None:
+                collectives.append((collective, axis, recorder.phase, num_bytes))
+
+            return Pretended(size, seen, expert_imbalance=expert_imbalance)
+
+        operators = {
+            name: partial(_as_device, device_kind, function)
+            for name, function in bound({axis: pretended(axis, size) for axis, size in axes.items()}).items()
+        }
         with recorder:
             with saved_tensors_hooks(recorder.pack, lambda tensor: tensor):
-                _run_forward(tensors, nodes, env, outputs, micro_batch, device_kind)
+                _run_forward(tensors, nodes, env, outputs, micro_batch, device_kind, operators)
             made = {t: env.get(t) for t in outputs}
             storages = {t: recorder.storage(x) for t, x in made.items() if x is not None}
             kept = sum(m.storage.num_bytes for m in recorder.moments
@@ -423,7 +455,14 @@ def _run_block(
         saves_output=tuple(_is_saved(storages.get(t)) for t in outputs),
         forward_levels=levels[:moments_of_forward],
         backward_levels=levels[max(start_of_backward - 1, 0) :],
+        collectives=collectives,
     )
+
+
+def _as_device(device_kind: DeviceKind, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """What a function returns when the operators that it calls are those of a device."""
+    with DeviceFunctions(device_kind):
+        return function(*args, **kwargs)
 
 
 class _Incoming(torch.autograd.Function):
