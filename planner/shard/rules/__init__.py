@@ -1,0 +1,71 @@
+"""Per ATen operator: which dims may be split over the ranks of an axis, and what that makes of each tensor.
+
+call          what a rule sees, and the einsum-like notation that rules are written in
+matmul        products, attention, norms, embedding, losses, dropout, reductions
+pointwise     one rule for every operator that works element by element
+views         splits through the factors of shapes
+convolution   convolutions, pooling, norms of channels
+indexing      selecting, joining, sorting
+experts       grouped products
+special       what operators of `planner.*` communicate inside
+
+A new operator is one line of a table; `tests/test_shard_rules.py` proves every operator of the tables.
+"""
+
+from collections.abc import Collection, Iterator, Mapping, Sequence
+
+from planner.graph import Node, Tensor
+from planner.shard.placement import Option, Placement
+from planner.shard.rules import convolution, experts, indexing, matmul, pointwise, views
+from planner.shard.rules.call import Call, Rule, options_of
+
+TABLE: Mapping[str, Rule] = {
+    **pointwise.TABLE, **views.TABLE, **matmul.TABLE, **convolution.TABLE, **indexing.TABLE, **experts.TABLE,
+}  # fmt: skip
+
+
+def line_of(op: str) -> str | None:
+    """The line of the table for an operator: that of the overload, else of all overloads, else of the one not in place.
+
+    >>> line_of("aten.add_.Tensor"), line_of("aten.var.correction"), line_of("aten.nonzero.default")
+    ('aten.add', 'aten.var.correction', None)
+    """
+    packet = op.rpartition(".")[0]
+    return next((name for name in (op, packet, packet.removesuffix("_")) if name in TABLE), None)
+
+
+def _rule_of(op: str) -> Rule | None:
+    line = line_of(op)
+    return None if line is None else TABLE[line]
+
+
+def has_rule(op: str) -> bool:
+    """Whether an operator may be split at all.
+
+    >>> has_rule("aten.add_.Tensor"), has_rule("aten.nonzero.default")
+    (True, False)
+    """
+    return line_of(op) is not None
+
+
+def options(
+    node: Node,
+    tensors: Sequence[Tensor],
+    degree: int,
+    seeds: Mapping[int, Collection[Placement]] = {},
+    gradients: Collection[int] = frozenset(),
+) -> tuple[Option, ...]:
+    """Every way to run a node on `degree` ranks, the replicated one first.
+
+    `seeds` are splits that the node's neighbours may have, by tensor: each that the rule allows gives an option. Splits
+    of a whole dim that is no batch are always given. `gradients` are the tensors that a gradient flows through; others
+    are R where these would be Q.
+    """
+    return options_of(Call(node, tensors, degree, seeds, gradients), _allowed)
+
+
+def _allowed(call: Call) -> Iterator[Option]:
+    """By the operator's rule, and by the order of rows that the node is in."""
+    if (rule := _rule_of(call.node.op)) is not None:
+        yield from rule(call)
+    yield from experts.in_order(call)
