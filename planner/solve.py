@@ -1,4 +1,4 @@
-"""Solve configurations exactly with PuLP and HiGHS. The only module that knows either.
+"""Solve configurations exactly with PuLP and HiGHS (`planner.highs`).
 
 The integer program of one configuration c. Blocks come in units u = 0..U-1 of L_u equal blocks in a row: runs
 ("counts"), or every block a unit of its own ("assignment"). w_c is 1 when the configuration is taken, and everything
@@ -36,20 +36,16 @@ The solver sees milliseconds and GiB, for its tolerances are absolute. Whatever 
 to the byte; where rounding made it too large, the program is solved again with a little less memory.
 """
 
-import functools
-import os
-import sys
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Literal
 
-import highspy
 import numpy as np
-import pulp
 from numpy.typing import NDArray
 
 from planner.bound import WORK, Bound, Windows, bound, least_bytes, windows
 from planner.errors import InfeasibleError, SolverError, TimeLimitError
+from planner.highs import Program, Terms, Variable
 from planner.problem import Choice, Problem, canonical, evaluate, thin
 from planner.units import GIB, format_bytes
 
@@ -58,18 +54,9 @@ NODE_LIMIT = 20_000
 _MAX_RUNS = 8
 _PATIENCE = 5  # times the usual work of a bound, before HiGHS is asked
 _OPTIMAL = 1e-6  # a relative gap at which a value is called the optimum: HiGHS' own tolerance
-# HiGHS 1.16 called a program with a plan infeasible: its presolve found the optimum and could not undo the "aggregator"
-# (rule 12) for it; the family of HiGHS issues 942 and 2204. That rule is off, and "infeasible" is asked twice.
-_AGGREGATOR = 1 << 12
-_LIMITS = (
-    highspy.HighsModelStatus.kTimeLimit,
-    highspy.HighsModelStatus.kSolutionLimit,  # nodes
-    highspy.HighsModelStatus.kIterationLimit,
-)
 _SHRINK_BYTES = (0, 1 << 11, 1 << 14, 1 << 20)  # of every capacity, when rounding broke a plan
 
 Form = Literal["counts", "assignment"]
-Terms = list[tuple[pulp.LpVariable, float]]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -302,63 +289,13 @@ class _Outcome:
     stopped: bool
 
 
-@functools.cache
-def _print_banner_to_nowhere() -> None:
-    """HiGHS 1.16 prints its banner when the first solver of a process is made, whatever the options.
-
-    Standard output belongs to the caller (`--json`), so that moment gets another file descriptor 1.
-    """
-    sys.stdout.flush()
-    kept = os.dup(1)
-    nowhere = os.open(os.devnull, os.O_WRONLY)
-    try:
-        os.dup2(nowhere, 1)
-        highspy.Highs()
-    finally:
-        os.dup2(kept, 1)
-        os.close(kept)
-        os.close(nowhere)
-
-
-class _Highs(pulp.HiGHS):  # type: ignore[misc]
-    """PuLP's HiGHS, which says what HiGHS said.
-
-    PuLP 3.3.2 calls a search that a limit stopped Optimal, has no word for a node limit (KeyError), and keeps bound and
-    node count to itself.
-    """
-
-    native: Any = None
-    info: Any = None
-    found = False
-
-    def findSolutionValues(self, lp: pulp.LpProblem) -> tuple[int, int]:  # noqa: N802
-        """Read values, status, bound and nodes off the solver."""
-        self.native = lp.solverModel.getModelStatus()
-        self.info = lp.solverModel.getInfo()
-        self.found = self.info.primal_solution_status == highspy.kSolutionStatusFeasible
-        if self.found:
-            values = lp.solverModel.getSolution().col_value
-            for variable in lp.variables():
-                variable.varValue = values[variable.index]
-        if self.native == highspy.HighsModelStatus.kOptimal:
-            return pulp.LpStatusOptimal, pulp.LpSolutionOptimal
-        if self.native in (
-            highspy.HighsModelStatus.kInfeasible,
-            highspy.HighsModelStatus.kUnboundedOrInfeasible,  # all variables are bounded
-        ):
-            return pulp.LpStatusInfeasible, pulp.LpSolutionInfeasible
-        if self.found:
-            return pulp.LpStatusNotSolved, pulp.LpSolutionIntegerFeasible
-        return pulp.LpStatusNotSolved, pulp.LpSolutionNoSolutionFound
-
-
 class _Program:
     """One integer program over some configurations of a search."""
 
     def __init__(
         self, search: _Search, open_: list[int], form: Form | None, shrink: float, *, bounded: bool, confirm: bool
     ) -> None:
-        self.lp = pulp.LpProblem("plan", pulp.LpMinimize)
+        self.lp = Program("plan")
         self.scale = MILLISECONDS / max(search.weights[j] for j in open_)
         self.parts: dict[int, _Part] = {}
         objective: Terms = []
@@ -375,16 +312,13 @@ class _Program:
             objective += [(variable, weight * factor) for variable, factor in part.objective]
         if not self.parts:
             return
-        self._row([(part.on, 1.0) for part in self.parts.values()], "==", 1.0)
-        self.lp.setObjective(_sum(objective))
+        self.lp.row([(part.on, 1.0) for part in self.parts.values()], "==", 1.0)
+        self.lp.minimise(objective)
         if np.isfinite(search.value) and bounded:
-            self._row(objective, "<=", search.value * self.scale * (1 + 1e-9))
-
-    def _row(self, terms: Terms, sense: str, right: float) -> None:
-        _add_row(self.lp, terms, sense, right)
+            self.lp.row(objective, "<=", search.value * self.scale * (1 + 1e-9))
 
     def solve(self, gap: float, node_limit: int, time_limit_seconds: float | None) -> _Outcome:
-        """Run HiGHS; one thread and a fixed seed, so that the same program gives the same plan.
+        """Run HiGHS.
 
         Raises:
             SolverError: HiGHS ended in a way that says nothing.
@@ -392,30 +326,15 @@ class _Program:
         nothing = _Outcome(lower=float("inf"), winner=None, choice=None, nodes=0, stopped=False)
         if not self.parts:
             return nothing
-        options = {"threads": 1, "gapRel": gap / 2, "timeLimit": time_limit_seconds, "random_seed": 0}
-        options |= {"mip_max_nodes": node_limit, "presolve_rule_off": _AGGREGATOR}
-        solver = self._run(options)
-        if self.lp.sol_status == pulp.LpSolutionInfeasible:
-            solver = self._run(options | {"presolve": "off"})  # see _AGGREGATOR: no proof without a second look
-        if self.lp.sol_status == pulp.LpSolutionInfeasible:
+        end = self.lp.solve(gap=gap / 2, node_limit=node_limit, time_limit_seconds=time_limit_seconds)
+        if end.lower == float("inf"):
             return nothing
-        stopped = self.lp.sol_status != pulp.LpSolutionOptimal
-        if stopped and solver.native not in _LIMITS:
-            raise SolverError(f"HiGHS ended with {solver.native}")
-        nodes = max(0, int(solver.info.mip_node_count))
-        lower = float(solver.info.mip_dual_bound) / self.scale
-        lower = max(0.0, lower * (1 - 1e-9)) if np.isfinite(lower) else 0.0
-        if not solver.found:
-            return _Outcome(lower=lower, winner=None, choice=None, nodes=nodes, stopped=stopped)
+        lower = max(0.0, end.lower / self.scale * (1 - 1e-9)) if np.isfinite(end.lower) else 0.0
+        if not end.found:
+            return _Outcome(lower=lower, winner=None, choice=None, nodes=end.nodes, stopped=end.stopped)
         winner = max(self.parts, key=lambda j: float(self.parts[j].on.varValue))
         choice = self.parts[winner].choice()
-        return _Outcome(lower=lower, winner=winner, choice=choice, nodes=nodes, stopped=stopped)
-
-    def _run(self, options: dict[str, Any]) -> _Highs:
-        _print_banner_to_nowhere()
-        solver = _Highs(msg=False, **options)
-        self.lp.solve(solver)
-        return solver
+        return _Outcome(lower=lower, winner=winner, choice=choice, nodes=end.nodes, stopped=end.stopped)
 
 
 class _Part:
@@ -423,7 +342,7 @@ class _Part:
 
     def __init__(
         self,
-        lp: pulp.LpProblem,
+        lp: Program,
         name: str,
         problem: Problem,
         form: Form | None,
@@ -448,7 +367,7 @@ class _Part:
             if self._most(u, p)
         }
         # What the cut in front of stage p is, as (variable, sign, cut).
-        self.cuts: list[list[tuple[pulp.LpVariable, float, int]]] = [[] for _ in range(self.num_stages)]
+        self.cuts: list[list[tuple[Variable, float, int]]] = [[] for _ in range(self.num_stages)]
         self._add_order()
         self._add_classes()
         self._add_ties()
@@ -469,12 +388,11 @@ class _Part:
                         strategies += [s] * number
         return Choice(stages=tuple(stages), strategies=tuple(strategies))
 
-    def _variable(self, name: str, most: float | None, *, integer: bool = False) -> pulp.LpVariable:
-        category = pulp.LpInteger if integer else pulp.LpContinuous
-        return self.lp.add_variable(f"{self.name}_{name}", 0, most, category)
+    def _variable(self, name: str, most: float | None, *, integer: bool = False) -> Variable:
+        return self.lp.variable(f"{self.name}_{name}", most, integer=integer)
 
-    def _row(self, terms: Terms, sense: str, right: float = 0.0) -> None:
-        _add_row(self.lp, terms, sense, right)
+    def _row(self, terms: Terms, sense: Literal["<=", ">=", "=="], right: float = 0.0) -> None:
+        self.lp.row(terms, sense, right)
 
     def _most(self, u: int, p: int) -> int:
         """How many blocks of unit u may lie on stage p."""
@@ -610,7 +528,7 @@ class _Part:
             self._row([*held, (working, 1.0), (self.on, -capacity / GIB)], "<=")
             self._add_transients(p, working)
 
-    def _add_transients(self, p: int, working: pulp.LpVariable) -> None:
+    def _add_transients(self, p: int, working: Variable) -> None:
         """`working` is at least the largest transient of what stage p holds."""
         transient = self.problem.transient_bytes
         runs = []
@@ -621,7 +539,7 @@ class _Part:
                 held = [(v, float(transient[first, s]) / GIB) for s, v in self._by_strategy(u, p)]
                 self._row([*held, (working, -1.0)], "<=")
         levels = sorted({float(transient[self.units[u][0], s]) for u, s in runs})
-        above: list[pulp.LpVariable] = []
+        above: list[Variable] = []
         rise: Terms = []
         for level, previous in zip(levels, [0.0, *levels], strict=False):
             at_least = self._variable(f"h_{p}_{len(above)}", 1, integer=True)
@@ -638,7 +556,7 @@ class _Part:
         if rise:
             self._row([*rise, (working, -1.0)], "<=")
 
-    def _by_strategy(self, u: int, p: int) -> list[tuple[int, pulp.LpVariable]]:
+    def _by_strategy(self, u: int, p: int) -> list[tuple[int, Variable]]:
         return [(s, self.x[u, s, p]) for s in range(self.problem.num_strategies) if (u, s, p) in self.x]
 
     def _add_limits(self, lower_seconds: float) -> None:
@@ -674,19 +592,3 @@ def _units(problem: Problem, form: Form | None) -> list[tuple[int, int]]:
 
 def _less(terms: Terms) -> Terms:
     return [(variable, -factor) for variable, factor in terms]
-
-
-def _sum(terms: Terms) -> pulp.LpAffineExpression:
-    """The terms as an expression; a variable may occur in several."""
-    total: dict[pulp.LpVariable, float] = {}
-    for variable, factor in terms:
-        total[variable] = total.get(variable, 0.0) + factor
-    return pulp.LpAffineExpression(total)
-
-
-def _add_row(lp: pulp.LpProblem, terms: Terms, sense: str, right: float) -> None:
-    """Add sum of terms (sense) right; a row without terms is left out."""
-    senses = {"<=": pulp.LpConstraintLE, ">=": pulp.LpConstraintGE, "==": pulp.LpConstraintEQ}
-    expression = _sum(terms)
-    if len(expression) or right:
-        lp.addConstraint(pulp.LpConstraint(expression, senses[sense], rhs=right))
