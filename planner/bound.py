@@ -42,6 +42,7 @@ WORK = 10_000_000  # labels of one call of `bound`: about two seconds
 
 _SAFE = 1 - 1e-10  # bounds give way by this much to rounding
 _NUM_PRICES = 24
+_NUM_BALANCED_PRICES = 40
 _NUM_LEVELS = 4
 _NUM_MEMORY_LEVELS = 32
 _MAX_LABELS = 200_000  # of one front
@@ -129,9 +130,51 @@ def compute_only(program: Program) -> float:
     return (total + (m - 1) * slowest + synced_most + program.fixed_seconds) * _SAFE
 
 
-def relax(program: Program, *, gap: float = 1e-3) -> Bound:
-    """The cheap bound of step 1 and its plan, in milliseconds: to sort configurations by."""
+def balanced(program: Program) -> float:
+    """A lower bound that minds memory and lets every stage hold any share of any block; about a millisecond.
+
+    The step weighs stage p by w_p: sum_p T_p + (m - 1) max_p T_p >= sum_p w_p T_p for all w_p >= 1 that add up to
+    P + m - 1. With a price of memory for each stage (step 1 of the module's docstring), each block goes where it costs
+    least. The price is the best for a stage with 1/P of the blocks, the weights make all stages cost the same.
+    inf where the blocks do not fit however they are spread.
+    """
+    chain = _Chain(program, program.allowed)
+    m, num_stages = chain.m, chain.num_stages
+    number = np.bincount(chain.kind, minlength=chain.num_kinds)
+    flying, where = np.unique(chain.in_flight, return_inverse=True)
+    held = chain.state + flying[:, None, None] * chain.activation  # [W, kinds, S]
+    seconds = np.where(chain.allowed, chain.seconds, np.inf)
+    room = chain.capacity - chain.stage_bytes - chain.transient.min(where=chain.allowed, initial=np.inf)
+    room[1:] -= chain.cut_bytes[1:].min(initial=np.inf) if num_stages > 1 else 0.0
+    least_held = np.where(chain.allowed, held[0], np.inf).min(1) @ number
+    if room.min() <= 0 or least_held > room.sum() * (1 + 1e-12):
+        return float("inf")
+    scale = float(seconds.min(1) @ number) / float(room.sum())
+    prices = scale * np.concatenate([[0.0], np.logspace(-3, 3, _NUM_BALANCED_PRICES)])
+    cost = (seconds + prices[:, None, None] * held[:, None]).min(3)  # [W, prices, kinds]
+    chosen = ((cost @ number)[where] / num_stages - prices * room[:, None]).argmax(1)  # [P]
+    of_stage = cost[where, chosen]  # [P, kinds]
+    even = of_stage @ number
+    extra = np.maximum((num_stages + m - 1) / (even * (1 / even).sum()) - 1, 0.0)
+    weight = 1 + (m - 1) * (extra / extra.sum() if extra.any() else np.full(num_stages, 1 / num_stages))
+    spread = float((weight[:, None] * of_stage).min(0) @ number) - float((weight * prices[chosen] * room).sum())
+    per_stage = np.full(num_stages, chain.stage_seconds)
+    per_stage[1:] += chain.cut_seconds[1:].min(initial=np.inf) if num_stages > 1 else 0.0
+    synced = float(np.where(chain.allowed, chain.synced, np.inf).min(1) @ number) / num_stages
+    return (spread + float((weight * per_stage).sum()) + synced + chain.fixed) * _SAFE
+
+
+def relax(program: Program, *, gap: float = 1e-3, cutoff: float = float("inf")) -> Bound:
+    """The cheap bound of step 1 and its plan, in milliseconds: to sort configurations by.
+
+    A program whose bound without ties is above `cutoff` is left at that.
+    """
     masks, exact = _tie_masks(program)
+    if len(masks) > 1 and np.isfinite(cutoff):
+        chain = _Chain(program, program.allowed)
+        untied, _, _ = _Paths(chain, [stage.bounds for stage in chain.stage_options()]).best(gap)
+        if untied * _SAFE + chain.fixed > cutoff:
+            return Bound(seconds=untied * _SAFE + chain.fixed)
     found = [_relaxation(_Chain(program, mask), gap) for mask in masks]
     lower = min(f.lower for f in found) if exact else _relaxation(_Chain(program, program.allowed), gap).lower
     return _best(lower, found)

@@ -161,6 +161,11 @@ def parser() -> argparse.ArgumentParser:
 
     show = _command(commands, "show", _show, "print a plan file as text", "autoplan show plan.json")
     show.add_argument("plan", metavar="PLAN", help="a file that autoplan plan --out wrote")
+    show.add_argument(
+        "--sharding",
+        action="store_true",
+        help="how each block is split over tensor-parallel ranks, with its collectives",
+    )
 
     diff = _command(commands, "diff", _diff, "what differs between two plan files", "autoplan diff one.json two.json")
     diff.add_argument("here", metavar="PLAN", help="a plan file")
@@ -183,10 +188,18 @@ def parser() -> argparse.ArgumentParser:
         "--steps", type=_positive, default=DEFAULT_STEPS, metavar="N", help=f"training steps (default {DEFAULT_STEPS})"
     )
     run.add_argument("--nproc", type=_positive, metavar="N", help="devices of local to plan for (default all)")
-    run.add_argument(
+    check = run.add_mutually_exclusive_group()
+    check.add_argument(
         "--no-check",
         action="store_true",
         help="train without first comparing the plan's blocks with the model itself: loss and every gradient",
+    )
+    check.add_argument(
+        "--check",
+        choices=["refuse", "replicate"],
+        default="refuse",
+        help="what is done with an operator that tensor-parallel ranks compute otherwise than one device: refuse to "
+        "train (default), or run it whole on every rank",
     )
     run.add_argument(
         "--weights",
@@ -429,7 +442,12 @@ def _check_writable(path: str | None) -> None:
 
 def _show(arguments: argparse.Namespace) -> None:
     plan = Plan.load(arguments.plan)
-    if arguments.json:
+    if arguments.sharding:
+        if arguments.json:
+            _print_json(report.sharding_data(plan))
+        else:
+            print(report.sharding_text(plan))
+    elif arguments.json:
         _print_json(plan.to_dict())
     else:
         print(report.plan_text(plan))
@@ -524,7 +542,7 @@ def _run(arguments: argparse.Namespace) -> None:
         learning_rate=arguments.lr,
         sequence_length=arguments.seq,
         data=_absolute(arguments.data) if arguments.data else None,
-        check=not arguments.no_check,
+        check="replicate" if arguments.check == "replicate" else not arguments.no_check,
         weights=str(Path(arguments.weights).resolve()) if arguments.weights else None,
     )
     with _training(quiet=arguments.json, steps=arguments.steps) as on_step:

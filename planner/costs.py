@@ -11,6 +11,9 @@ A strategy is a ZeRO stage with or without full recomputation. What overlaps wit
   reduce-scatters where these do not use the same links;
 - computing and communicating at once slows both (`collectives.overlapped_seconds`);
 - on a CPU nothing overlaps;
+- the collectives of tensor parallelism wait for what they read and are waited for: nothing of their own block hides
+  them, and recomputation repeats those of the forward pass. Collectives of data parallelism run beside them where they
+  do not use the same links;
 - a pipeline stage of ZeRO-0 or ZeRO-1 reduces after its last backward pass (`PipelineStage.perform_reduce_grad`), and
   every stage of a pipeline gathers what ZeRO-1 and ZeRO-2 keep at the beginning of the step, all stages at once.
 
@@ -27,6 +30,7 @@ from numpy.typing import NDArray
 
 from planner.cluster import Cluster, Device
 from planner.collectives import (
+    COLLECTIVE_SECONDS,
     Group,
     all_gather_seconds,
     all_reduce_seconds,
@@ -46,12 +50,14 @@ from planner.memory import (
     optimizer_moments,
     precision_named,
     receive_buffer_bytes,
+    shard_elements,
     state_bytes,
     working,
 )
 from planner.operators import check_dtype, kernel_seconds, memory_seconds, phase_seconds
 from planner.plan import AXES, Mesh
 from planner.schedule import in_flight
+from planner.shard.placement import Q, Sharding
 
 Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]
@@ -204,10 +210,10 @@ def check_mesh(mesh: Mesh) -> None:
     """Refuse a mesh that this cost model does not price.
 
     Raises:
-        PlanError: a mesh with tensor, context or expert parallelism.
+        PlanError: a mesh with context or expert parallelism.
     """
-    if mesh.cp * mesh.ep * mesh.tp > 1:
-        raise PlanError(f"mesh {_mesh_text(mesh)}: tp, cp and ep other than 1 cannot be planned yet; leave them out")
+    if mesh.cp * mesh.ep > 1:
+        raise PlanError(f"mesh {_mesh_text(mesh)}: cp and ep other than 1 cannot be planned yet; leave them out")
 
 
 def price(
@@ -220,13 +226,19 @@ def price(
     schedule: str,
     precision: str,
     optimizer: str,
+    shardings: Sequence[Sharding] = (),
 ) -> Costs:
     """The costs of one configuration. Pure; what does not depend on the mesh is computed once per graph.
+
+    With tensor parallelism `graph` is that of one rank (`planner.shard.localize`), and `shardings` is how each of its
+    blocks was split.
 
     Raises:
         PlannerError: the mesh, the precision or the optimizer cannot be priced on this cluster.
     """
     check_mesh(mesh)
+    if mesh.tp > 1 and len(shardings) != len(graph.blocks):
+        raise PlanError(f"tp={mesh.tp} needs the sharding of {len(graph.blocks)} blocks, {len(shardings)} are given")
     policy = precision_named(precision)
     device, key = cluster.device, _Same(graph)
     check_dtype(device, policy.compute_dtype)
@@ -236,19 +248,25 @@ def price(
     wrapped = is_wrapped(mesh.dp, policy)
     hooked = (count.full > 0) & wrapped
     sizes = {name: getattr(mesh, name) for name in AXES}
-    shards, replicas, pipe = (axis_group(cluster, sizes, axis) for axis in ("dp_shard", "dp_replicate", "pp"))
+    shards, replicas, pipe, tensor = (
+        axis_group(cluster, sizes, axis) for axis in ("dp_shard", "dp_replicate", "pp", "tp")
+    )
+    inside, num_inside = _inside(key, tensor, micro_batch)
     hop_bytes = _hop_bytes(key, micro_batch) if mesh.pp > 1 else np.zeros(len(graph.blocks) - 1)
+    kernels, num_kernels = blocks.kernels + inside, blocks.num_kernels + num_inside
     traffic = _Traffic(
-        forward=_computed(device, blocks, hooked, passes=(1, 0)),
-        backward=_computed(device, blocks, hooked, passes=(0, 1)),
-        rerun=_computed(device, blocks, hooked, passes=(1, 1)),
+        forward=_computed(device, kernels, num_kernels, hooked, passes=(1, 0)),
+        backward=_computed(device, kernels, num_kernels, hooked, passes=(0, 1)),
+        rerun=_computed(device, kernels, num_kernels, hooked, passes=(1, 1)),
+        inside=inside,
         gather=_per_distinct(all_gather_seconds, policy.compute_bytes * count.gathered, shards),
         scatter=_per_distinct(reduce_scatter_seconds, policy.reduce_bytes * count.reduced, shards),
         reduce=_per_distinct(all_reduce_seconds, policy.reduce_bytes * count.trainable_shard, replicas),
         slowdown=_slowdown(cluster, shards),
         reduce_slowdown=_slowdown(cluster, replicas),
-        shares_links=min(shards.num_nodes, replicas.num_nodes) > 1
-        or min(shards.ranks_per_node, replicas.ranks_per_node) > 1,
+        shares_links=_share_links(shards, replicas),
+        inside_beside_shards=not _share_links(shards, tensor),
+        inside_beside_replicas=not _share_links(replicas, tensor),
         reductions=num_microbatches if graph.fallbacks else 1,
         overlaps=not device.synchronous_dispatch,
         num_stages=mesh.pp,
@@ -260,6 +278,7 @@ def price(
     forward, backward, exposed, gather, reduce = (np.stack(column, axis=1) for column in zip(*columns, strict=True))
     # The stock schedules reduce nothing before the last backward pass: they accumulate even if m is 1.
     accumulations = num_microbatches if mesh.pp == 1 else max(2, num_microbatches)
+    reduce = reduce + _partial_seconds(graph, shardings, mesh, policy, tensor)[:, None]
     state = [
         state_bytes(count, s.zero, policy, optimizer, accumulations, wrapped=wrapped) + blocks.buffer_bytes
         for s in strategies
@@ -292,11 +311,20 @@ def price(
         prelude_bytes=graph.prelude.num_bytes.at(micro_batch),
         input_bytes=num_microbatches * blocks.model_input_bytes,
         unused_bytes=policy.master_bytes * _unused_elements(key),
-        norm_seconds=sum(all_reduce_seconds(4.0, group) for group in (shards, replicas, pipe)),
+        norm_seconds=sum(all_reduce_seconds(4.0, group) for group in (shards, replicas, pipe, tensor)),
         in_flight=np.array([in_flight(schedule, p, mesh.pp, num_microbatches) for p in range(mesh.pp)], np.int64),
         capacity=float(cluster.capacity_bytes),
         tie_groups=_tie_groups(key),
     )
+
+
+def least_seconds(graph: Graph, cluster: Cluster, *, mesh: Mesh, micro_batch: int) -> float:
+    """Seconds of one micro-batch through all blocks, forward and backward, with the collectives inside of them alone.
+
+    No strategy takes less: a lower bound that is looked up, not computed, for all but the first of equal questions.
+    """
+    sizes = {name: getattr(mesh, name) for name in AXES}
+    return _least(_Same(graph), cluster.device, axis_group(cluster, sizes, "tp"), micro_batch, mesh.pp > 1)
 
 
 def exposed_seconds(compute: Floats, link: Floats, slowdown: float, *, overlaps: bool = True) -> Floats:
@@ -347,15 +375,42 @@ class _Traffic:
     forward: Floats
     backward: Floats
     rerun: Floats  # forward again, then backward
+    inside: Floats  # [L, 2] of forward and backward, the collectives of tensor parallelism
     gather: Floats  # one all-gather of the block
     scatter: Floats  # one reduce-scatter of its gradient
     reduce: Floats  # one all-reduce of its gradient, or of this rank's shard of it, over the replicas
     slowdown: float  # beside gather and scatter
     reduce_slowdown: float  # beside reduce
     shares_links: bool  # reduce and the other two use the same links
+    inside_beside_shards: bool  # gather and scatter may run beside `inside`, by other links
+    inside_beside_replicas: bool  # so may reduce
     reductions: int  # all-reduces of ZeRO-2 and ZeRO-3 a step: the runtime waits for the last if it has a graph
     overlaps: bool
     num_stages: int
+
+
+class _Room(NamedTuple):
+    """What collectives of data parallelism run beside, of each block [L].
+
+    `idle` are seconds in which the device waits for tensor parallelism on other links: nothing is slowed down then.
+    """
+
+    compute: Floats
+    idle: Floats
+
+    def shifted(self, by: int) -> "_Room":
+        """That of the block `by` further on."""
+        return _Room(_shifted(self.compute, by), _shifted(self.idle, by))
+
+    def scaled(self, share: Floats) -> "_Room":
+        """A share of it."""
+        return _Room(self.compute * share, self.idle * share)
+
+    def exposed(self, link: Floats, traffic: _Traffic) -> Floats:
+        """What `link` seconds of communication add."""
+        if not traffic.overlaps:
+            return link
+        return exposed_seconds(self.compute, np.maximum(link - self.idle, 0.0), traffic.slowdown)
 
 
 class _Seconds(NamedTuple):
@@ -370,6 +425,11 @@ class _Seconds(NamedTuple):
 
 def _mesh_text(mesh: Mesh) -> str:
     return " ".join(f"{name}={getattr(mesh, name)}" for name in AXES if getattr(mesh, name) > 1)
+
+
+def _share_links(one: Group, other: Group) -> bool:
+    """Whether collectives of two groups pass the same kind of link, inside nodes or between them."""
+    return min(one.num_nodes, other.num_nodes) > 1 or min(one.ranks_per_node, other.ranks_per_node) > 1
 
 
 def _slowdown(cluster: Cluster, group: Group) -> float:
@@ -477,10 +537,57 @@ def _hop_bytes(graph: _Same, micro_batch: int) -> Floats:
     return np.array([model.carried_bytes(cut).at(micro_batch) for cut in range(len(model.blocks) - 1)], float)
 
 
-def _computed(device: Device, blocks: _Blocks, hooked: NDArray[np.bool_], *, passes: tuple[int, int]) -> Floats:
+def _computed(
+    device: Device, kernels: Floats, num_kernels: Floats, hooked: NDArray[np.bool_], *, passes: tuple[int, int]
+) -> Floats:
     """[L] seconds of this many forward and backward passes as one eager phase; `hooked` are FSDP2 modules."""
     times = np.array(passes, float)
-    return phase_seconds(device, blocks.kernels @ times, blocks.num_kernels @ times, times.sum() * hooked, times.sum())
+    return phase_seconds(device, kernels @ times, num_kernels @ times, times.sum() * hooked, times.sum())
+
+
+@lru_cache(maxsize=1024)
+def _inside(graph: _Same, tensor: Group, micro_batch: int) -> tuple[Floats, Floats]:
+    """[L, 2] seconds and number of the collectives that blocks make over tp, in forward and backward."""
+    model = graph.value
+    seconds, number = np.zeros((len(model.classes), 2)), np.zeros((len(model.classes), 2))
+    for index, kind in enumerate(model.classes):
+        for made in kind.collectives:
+            phase = int(made.phase == "backward")
+            seconds[index, phase] += COLLECTIVE_SECONDS[made.collective](made.num_bytes.at(micro_batch), tensor)
+            number[index, phase] += 1
+    kinds = [block.class_index for block in model.blocks]
+    return seconds[kinds], number[kinds]
+
+
+@lru_cache(maxsize=1024)
+def _least(graph: _Same, device: Device, tensor: Group, micro_batch: int, pipelined: bool) -> float:
+    blocks = _measured(graph, device, micro_batch)
+    inside, num_inside = _inside(graph, tensor, micro_batch)
+    kernels, num_kernels = blocks.kernels + inside, blocks.num_kernels + num_inside
+    unhooked = np.zeros(len(kernels), bool)
+    passes = [_computed(device, kernels, num_kernels, unhooked, passes=each) for each in ((1, 0), (0, 1))]
+    every_stage = blocks.prelude_seconds + 2 * (device.pass_seconds if pipelined else 0.0)
+    return float(sum(seconds.sum() for seconds in passes)) + every_stage
+
+
+def _partial_seconds(
+    graph: Graph, shardings: Sequence[Sharding], mesh: Mesh, policy: Precision, tensor: Group
+) -> Floats:
+    """[L] once a step: the sum over tp of the gradients that each rank has a part of, each rank's own shard of them.
+
+    They are one all-reduce of a stage, divided among the blocks by their bytes.
+    """
+    partial = [
+        sum(
+            shard_elements(_shape(graph.tensors[parameter]), mesh.dp_shard)
+            for parameter, placement in zip(block.parameters, sharding.parameters, strict=True)
+            if placement == Q and graph.tensors[parameter].requires_grad
+        )
+        for block, sharding in zip(graph.blocks, shardings, strict=False)
+    ]
+    num_bytes = policy.master_bytes * np.array(partial or [0] * len(graph.blocks), float)
+    together = all_reduce_seconds(float(num_bytes.sum()), tensor)
+    return num_bytes / max(1.0, float(num_bytes.sum())) * together
 
 
 def _peaks(blocks: _Blocks, strategy: Strategy) -> tuple[Floats, Floats]:
@@ -533,46 +640,50 @@ def _strategy_seconds(
 ) -> _Seconds:
     """Seconds of all blocks [L] when the neighbours of each take the same strategy."""
     zero, none = strategy.zero, np.zeros_like(count.full)
-    forward = traffic.forward
-    backward = traffic.rerun if strategy.recompute else traffic.backward
+    passes = (traffic.forward, traffic.rerun if strategy.recompute else traffic.backward)
+    inside = (traffic.inside[:, 0], traffic.inside[:, 1] + strategy.recompute * traffic.inside[:, 0])
+    forward, backward = (
+        _Room(seconds - taken, taken * traffic.inside_beside_shards)
+        for seconds, taken in zip(passes, inside, strict=True)
+    )
+    before_replicas = passes[1] if traffic.inside_beside_replicas else passes[1] - inside[1]
     # At the ends of a stage nothing runs beside a collective. With pp = 1 these are the model's ends,
     # else any block is one by chance.
     end_share = traffic.num_stages / len(none) if traffic.num_stages > 1 else 0.0
 
-    def beside(compute: Floats, link: Floats) -> Floats:
-        hidden = exposed_seconds(compute, link, traffic.slowdown, overlaps=traffic.overlaps)
-        return (1 - end_share) * hidden + end_share * link
+    def beside(room: _Room, link: Floats) -> Floats:
+        return (1 - end_share) * room.exposed(link, traffic) + end_share * link
 
     copies = _copy_seconds(device, count, policy, zero, num_microbatches, wrapped=wrapped)
     in_forward, in_backward, gather, reduce = none, copies.accumulate, copies.gather, copies.reduce
     if zero == 3:
-        in_forward = beside(_shifted(forward, -1), traffic.gather) + copies.gather
+        in_forward = beside(forward.shifted(-1), traffic.gather) + copies.gather
         # In the time of block j: the gather of block j - 1 and the reduction of block j + 1, one after the other.
         both = traffic.gather + _shifted(traffic.scatter, 2)
         share = np.divide(traffic.gather, both, out=np.ones_like(both), where=both > 0)
-        in_backward = in_backward + beside(_shifted(backward, 1) * share, traffic.gather) + copies.gather
+        in_backward = in_backward + beside(backward.shifted(1).scaled(share), traffic.gather) + copies.gather
         share_left = 1 - _shifted(share, -2) if len(none) > 2 else np.ones_like(none)
-        in_backward = in_backward + beside(_shifted(backward, -1) * share_left, traffic.scatter) + copies.reduce
+        in_backward = in_backward + beside(backward.shifted(-1).scaled(share_left), traffic.scatter) + copies.reduce
         gather, reduce = (
             none,
-            traffic.reductions * _replica_seconds(backward, traffic.gather + traffic.scatter, traffic),
+            traffic.reductions * _replica_seconds(before_replicas, traffic.gather + traffic.scatter, traffic),
         )
     elif zero == 2:
-        in_backward = in_backward + beside(_shifted(backward, -1), traffic.scatter) + copies.reduce
+        in_backward = in_backward + beside(backward.shifted(-1), traffic.scatter) + copies.reduce
         gather = gather + _first_gather(traffic)
-        reduce = traffic.reductions * _replica_seconds(backward, traffic.scatter, traffic)
+        reduce = traffic.reductions * _replica_seconds(before_replicas, traffic.scatter, traffic)
     elif zero == 1 and traffic.num_stages > 1:
         gather, reduce = gather + _first_gather(traffic), reduce + _last_seconds(traffic)
     elif zero == 1:
         gather = gather + _first_gather(traffic)
-        scatter = exposed_seconds(_shifted(backward, -1), traffic.scatter, traffic.slowdown, overlaps=traffic.overlaps)
-        reduce = reduce + scatter + _replica_seconds(backward, traffic.scatter, traffic)
+        scatter = backward.shifted(-1).exposed(traffic.scatter, traffic)
+        reduce = reduce + scatter + _replica_seconds(before_replicas, traffic.scatter, traffic)
     else:
-        reduce = reduce + (traffic.reduce if traffic.num_stages > 1 else _queued_seconds(backward, traffic))
+        reduce = reduce + (traffic.reduce if traffic.num_stages > 1 else _queued_seconds(before_replicas, traffic))
     return _Seconds(
-        forward=forward + in_forward,
-        backward=backward + in_backward,
-        exposed=in_forward + in_backward,
+        forward=passes[0] + in_forward,
+        backward=passes[1] + in_backward,
+        exposed=in_forward + in_backward + inside[0] + inside[1],
         gather=gather,
         reduce=reduce,
     )
@@ -582,7 +693,9 @@ def _first_gather(traffic: _Traffic) -> Floats:
     """Once a step: in a pipeline before the first receive, else ahead of the first forward pass, block by block."""
     if traffic.num_stages > 1:
         return traffic.gather
-    return exposed_seconds(_shifted(traffic.forward, -1), traffic.gather, traffic.slowdown, overlaps=traffic.overlaps)
+    inside = traffic.inside[:, 0]
+    forward = _Room(traffic.forward - inside, inside * traffic.inside_beside_shards)
+    return forward.shifted(-1).exposed(traffic.gather, traffic)
 
 
 def _queued_seconds(backward: Floats, traffic: _Traffic) -> Floats:

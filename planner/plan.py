@@ -1,7 +1,9 @@
 """The plan: everything the runtime needs, nothing it has to look up or decide. JSON in and out."""
 
+import hashlib
 import json
 import os
+import re
 import tempfile
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass
@@ -47,11 +49,49 @@ class Mesh:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BlockPlan:
-    """What is done with one block: its ZeRO stage (0 to 3) and its recomputation."""
+    """What is done with one block: its ZeRO stage (0 to 3), its recomputation, and how it is split over tp.
+
+    `sharding` is an index into `Plan.shardings`; None without tensor parallelism.
+    """
 
     name: str
     zero: int
     recompute: Recompute
+    sharding: int | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CollectivePlan:
+    """Equal collectives that a block makes over `tp` in a pass of one micro-batch; bytes as in `collectives`."""
+
+    collective: str
+    phase: Literal["forward", "backward"]
+    count: int
+    num_bytes: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ShardingPlan:
+    """How the blocks of one class run on the ranks of `tp`, as text; equal blocks share one.
+
+    `nodes` has the option of each node (`R,S0[64]>S1[64]`: placements of its operands, then of what it makes), the
+    next four the placement of each tensor of the block, in its order (`planner.shard.placement` defines the words).
+    For people: `words` says of each parameter what is split, `collectives` what the block communicates.
+    """
+
+    nodes: tuple[str, ...] = ()
+    parameters: tuple[str, ...] = ()
+    buffers: tuple[str, ...] = ()
+    inputs: tuple[str, ...] = ()
+    outputs: tuple[str, ...] = ()
+    words: tuple[str, ...] = ()
+    collectives: tuple[CollectivePlan, ...] = ()
+
+    @property
+    def fingerprint(self) -> str:
+        """A short word that shardings share which are executed alike."""
+        executed = (self.nodes, self.parameters, self.buffers, self.inputs, self.outputs)
+        return hashlib.sha256(repr(executed).encode()).hexdigest()[:8]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -110,6 +150,7 @@ class Plan:
     mesh: Mesh
     stages: tuple[StagePlan, ...]
     inputs: tuple[InputSpec, ...] = ()
+    shardings: tuple[ShardingPlan, ...] = ()
     prediction: Prediction
     notes: tuple[str, ...] = ()
     schema_version: int = SCHEMA_VERSION
@@ -150,7 +191,9 @@ class Plan:
             "parts_seconds": dict(self.prediction.parts_seconds),
             "notes": list(self.notes),
             "inputs": [{**asdict(i), "shape": list(i.shape)} for i in self.inputs],
-            "stages": [{"blocks": [asdict(b) for b in s.blocks]} for s in self.stages],
+            "stages": [{"blocks": [_block_data(b) for b in s.blocks]} for s in self.stages],
+            # Left out where it says nothing, so that plans without tensor parallelism read as before.
+            **({"shardings": [_sharding_data(sharding) for sharding in self.shardings]} if self.shardings else {}),
         }
 
     def dumps(self) -> str:
@@ -204,16 +247,11 @@ class Plan:
                     here, there = mine[key].get(name), theirs[key].get(name)
                     if here != there:
                         rows.append((f"{key}.{name}", _text(here), _text(there)))
-            elif key not in ("stages", "notes", "inputs") and mine[key] != theirs[key]:
+            elif key not in ("stages", "notes", "inputs", "shardings") and mine[key] != theirs[key]:
                 rows.append((key, _text(mine[key]), _text(theirs[key])))
-        here_of = {b.name: (i, b) for i, s in enumerate(self.stages) for b in s.blocks}
-        there_of = {b.name: (i, b) for i, s in enumerate(other.stages) for b in s.blocks}
+        here_of, there_of = self._block_texts(), other._block_texts()
         for name in dict.fromkeys([*here_of, *there_of]):
-            here_text, there_text = (
-                f"stage {of[name][0]}, ZeRO-{of[name][1].zero}, recompute {of[name][1].recompute}"
-                if name in of else "absent"
-                for of in (here_of, there_of)
-            )  # fmt: skip
+            here_text, there_text = (of.get(name, "absent") for of in (here_of, there_of))
             if here_text != there_text:
                 if rows and rows[-1][1:] == (here_text, there_text):
                     first = rows.pop()[0].partition(" to ")[0]
@@ -221,6 +259,26 @@ class Plan:
                 else:
                     rows.append((f"block {name}", here_text, there_text))
         return rows
+
+    def _block_texts(self) -> dict[str, str]:
+        """What is done with each block, in words; equal words for equal shardings, whatever their index."""
+        return {
+            b.name: f"stage {index}, ZeRO-{b.zero}, recompute {b.recompute}"
+            + ("" if b.sharding is None else f", sharding {self.shardings[b.sharding].fingerprint}")
+            for index, stage in enumerate(self.stages)
+            for b in stage.blocks
+        }
+
+
+def _block_data(block: BlockPlan) -> dict[str, Any]:
+    data = asdict(block)
+    if block.sharding is None:
+        del data["sharding"]
+    return data
+
+
+def _sharding_data(sharding: ShardingPlan) -> dict[str, list[Any]]:
+    return {name: list(items) for name, items in asdict(sharding).items()}
 
 
 def write_atomically(path: Path, text: str) -> None:
@@ -339,6 +397,7 @@ def _read(data: object, origin: str) -> Plan:
     reader.known(data.get("mesh"), "mesh", AXES)
     stages = _read_stages(data, reader)
     inputs = _read_inputs(data, reader)
+    shardings = _read_shardings(data, reader)
     numbers = {
         key: reader.number(data.get(key), key) for key in ("step_seconds", "bubble", "capacity_bytes", "gap", "mfu")
     }
@@ -357,6 +416,7 @@ def _read(data: object, origin: str) -> Plan:
         mesh = Mesh(**axes)
         prediction = Prediction(**numbers, peak_bytes=tuple(peaks), parts_seconds=tuple(parts.items()))
         reader.faults += _contradictions(mesh, stages, counts, len(peaks), schedule)
+        reader.faults += _sharding_faults(mesh, stages, len(shardings))
         if devices != mesh.num_devices:
             reader.faults.append(f"devices is {devices}, the mesh has {mesh.num_devices}")
         if peaks and fits != prediction.fits:
@@ -374,6 +434,7 @@ def _read(data: object, origin: str) -> Plan:
         mesh=mesh,
         stages=stages,
         inputs=inputs,
+        shardings=shardings,
         prediction=prediction,
         notes=tuple(notes),
     )
@@ -383,7 +444,7 @@ _MOST_FAULTS = 50  # of one message; a file of another kind has thousands
 _TOP_KEYS = (
     "schema_version", "model", "cluster", "graph_fingerprint", "cluster_fingerprint", "precision", "optimizer",
     "global_batch", "mesh", "devices", "micro_batch", "num_microbatches", "schedule", "step_seconds", "bubble",
-    "peak_bytes", "capacity_bytes", "fits", "gap", "mfu", "parts_seconds", "notes", "inputs", "stages",
+    "peak_bytes", "capacity_bytes", "fits", "gap", "mfu", "parts_seconds", "notes", "inputs", "stages", "shardings",
 )  # fmt: skip
 
 
@@ -394,12 +455,14 @@ def _read_stages(data: Mapping[str, Any], reader: _Reader) -> tuple[StagePlan, .
         blocks = []
         for b, block in enumerate(reader.get(stage, f"stages[{s}]", "blocks", list) or []):
             path = f"stages[{s}].blocks[{b}]"
-            reader.known(block, path, ("name", "zero", "recompute"))
+            reader.known(block, path, ("name", "zero", "recompute", "sharding"))
+            has_sharding = isinstance(block, Mapping) and "sharding" in block
             blocks.append(
                 BlockPlan(
                     name=reader.text(block, path, "name"),
                     zero=reader.one_of(block, path, "zero", (0, 1, 2, 3)),
                     recompute=reader.one_of(block, path, "recompute", get_args(Recompute)),
+                    sharding=reader.get(block, path, "sharding", int) if has_sharding else None,
                 )
             )
         if not blocks:
@@ -421,6 +484,72 @@ def _read_inputs(data: Mapping[str, Any], reader: _Reader) -> tuple[InputSpec, .
     return tuple(inputs)
 
 
+_SIZE = r"(?:\d{1,12}B?|B)"
+_PLACEMENT = rf"(?:[RQPD]|[SLD]\d{{1,3}}(?:\*{_SIZE})?\[{_SIZE}(?:,{_SIZE})*\])"
+_PLACEMENT_TEXT = re.compile(_PLACEMENT)
+_OPTION_TEXT = re.compile(rf"(?:{_PLACEMENT}(?:,{_PLACEMENT})*)?>(?:(?:-|{_PLACEMENT})(?:,(?:-|{_PLACEMENT}))*)?")
+
+
+def _read_shardings(data: Mapping[str, Any], reader: _Reader) -> tuple[ShardingPlan, ...]:
+    """The optional shardings; whether a rule allows them is for whoever has the graph."""
+    if "shardings" not in data:
+        return ()
+    keys = ("nodes", "parameters", "buffers", "inputs", "outputs")
+    shardings = []
+    for i, item in enumerate(reader.get(data, "", "shardings", list) or []):
+        path = f"shardings[{i}]"
+        reader.known(item, path, (*keys, "words", "collectives"))
+        texts: dict[str, tuple[str, ...]] = {}
+        for key in keys:
+            form = _OPTION_TEXT if key == "nodes" else _PLACEMENT_TEXT
+            rows = reader.get(item, path, key, list) or []
+            for j, text in enumerate(rows):
+                if not isinstance(text, str) or not form.fullmatch(text):
+                    wanted = "such as R,S0[64]>S1[64]" if key == "nodes" else "R, Q, P, D or such as S1[128]"
+                    reader.faults.append(f"{path}.{key}[{j}] must be {wanted}, is {_shown(text)}")
+            texts[key] = tuple(rows)
+        words = reader.get(item, path, "words", list) or []
+        if any(not isinstance(line, str) or not line.isprintable() for line in words):
+            reader.faults.append(f"{path}.words must hold printable text")
+        made = _read_collectives(item, path, reader)
+        shardings.append(ShardingPlan(**texts, words=tuple(words), collectives=made))
+    return tuple(shardings)
+
+
+def _read_collectives(item: object, path: str, reader: _Reader) -> tuple[CollectivePlan, ...]:
+    result = []
+    for j, made in enumerate(reader.get(item, path, "collectives", list) or []):
+        where = f"{path}.collectives[{j}]"
+        reader.known(made, where, ("collective", "phase", "count", "num_bytes"))
+        num_bytes = made.get("num_bytes") if isinstance(made, Mapping) else None
+        result.append(
+            CollectivePlan(
+                collective=reader.text(made, where, "collective"),
+                phase=reader.one_of(made, where, "phase", ("forward", "backward")),
+                count=reader.positive(made, where, "count"),
+                num_bytes=reader.number(num_bytes, f"{where}.num_bytes"),
+            )
+        )
+    return tuple(result)
+
+
+def _sharding_faults(mesh: Mesh, stages: tuple[StagePlan, ...], num_shardings: int) -> list[str]:
+    """With tensor parallelism every block has a sharding that is there, without it none."""
+    faults = []
+    for s, stage in enumerate(stages):
+        for b, block in enumerate(stage.blocks):
+            path = f"stages[{s}].blocks[{b}].sharding"
+            if mesh.tp > 1 and block.sharding is None:
+                faults.append(f"{path} is missing: mesh.tp is {mesh.tp}")
+            elif mesh.tp == 1 and block.sharding is not None:
+                faults.append(f"{path} is {block.sharding}, but mesh.tp is 1")
+            elif block.sharding is not None and not 0 <= block.sharding < num_shardings:
+                faults.append(f"{path} is {block.sharding}, there are {num_shardings} shardings")
+    used = {block.sharding for stage in stages for block in stage.blocks}
+    faults += [f"shardings[{i}] is of no block" for i in range(num_shardings) if i not in used]
+    return faults
+
+
 def _contradictions(
     mesh: Mesh,
     stages: tuple[StagePlan, ...],
@@ -434,7 +563,7 @@ def _contradictions(
         faults.append(f"mesh.pp is {mesh.pp} but there are {len(stages)} stages")
     if num_peaks != len(stages):
         faults.append(f"peak_bytes has {num_peaks} entries for {len(stages)} stages")
-    for axis in ("cp", "ep", "tp"):
+    for axis in ("cp", "ep"):
         if getattr(mesh, axis) != 1:
             faults.append(f"mesh.{axis} is {getattr(mesh, axis)}; this release runs only 1")
     parts = counts["micro_batch"] * counts["num_microbatches"] * mesh.dp

@@ -4,7 +4,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from planner.bound import bound, compute_only, least_bytes, relax, windows
+from planner.bound import balanced, bound, compute_only, least_bytes, relax, windows
 from planner.problem import Choice, evaluate
 from tests.brute_force import program, small_cases, try_all
 
@@ -17,6 +17,8 @@ def test_bounds_are_never_above_the_optimum_and_close(capsys):
         found, first = bound(problem), relax(problem)
 
         assert compute_only(problem) <= tried.seconds_without_memory * ABOVE
+        assert balanced(problem) <= tried.seconds * ABOVE
+        assert relax(problem, cutoff=balanced(problem)).seconds <= tried.seconds * ABOVE
         assert first.seconds <= tried.seconds * ABOVE
         assert found.seconds <= tried.seconds * ABOVE
         if tried.choice is not None:

@@ -10,6 +10,7 @@ from planner.collectives import (
     Group,
     all_gather_seconds,
     all_reduce_seconds,
+    all_to_all_seconds,
     axis_group,
     broadcast_seconds,
     example_group,
@@ -65,6 +66,14 @@ def test_all_reduce_over_two_nodes_by_hand():
 
     # Tree: 2 hops between nodes, 14 inside; 1 MB out of a node by 800 MB/s, 2 MB along the chain.
     assert all_reduce_seconds(1e6, group) == pytest.approx(2e-4 + 14e-5 + 2e6 / 1e9)
+
+
+def test_all_to_all_over_two_nodes_by_hand():
+    group = axis_group(cluster(), {"dp": 16}, "dp")
+
+    # 8 steps between nodes, 7 inside; half of what the 8 ranks of a node have leaves it, by 800 MB/s.
+    assert all_to_all_seconds(1e6, group) == pytest.approx(8e-4 + 7e-5 + 8 * 8 / 16 * 1e6 / 8e8)
+    assert all_to_all_seconds(1e6, axis_group(cluster(), {"dp": 1}, "dp")) == 0.0
 
 
 def test_the_switch_reduces_for_enough_ranks_only():

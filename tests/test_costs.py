@@ -1,4 +1,4 @@
-from dataclasses import replace
+from dataclasses import asdict, replace
 
 import numpy as np
 import pytest
@@ -13,11 +13,24 @@ from planner.collectives import (
     reduce_scatter_seconds,
     send_recv_seconds,
 )
-from planner.costs import Strategy, exposed_seconds, price, strategies_of
+from planner.costs import Strategy, exposed_seconds, least_seconds, price, strategies_of
 from planner.errors import ClusterError, PlanError, PlannerError
-from planner.graph import DTYPE_BYTES, Affine, Batch, Block, BlockClass, Fallback, Graph, Kernel, Tensor, total
+from planner.graph import (
+    DTYPE_BYTES,
+    Affine,
+    Batch,
+    Block,
+    BlockClass,
+    Communicated,
+    Fallback,
+    Graph,
+    Kernel,
+    Tensor,
+    total,
+)
 from planner.operators import kernel_seconds
 from planner.plan import Mesh
+from planner.shard.placement import Q, R, Sharding
 
 CLUSTER = Cluster.load("2x8xA100-80GB")
 
@@ -221,6 +234,82 @@ def test_nothing_overlaps_where_the_processor_computes():
     assert hidden.reduce_seconds.sum() < open_.reduce_seconds.sum()
 
 
+def _split_graph(graph, *collectives):
+    """The graph with these collectives in every layer."""
+    return replace(
+        graph,
+        classes=tuple(
+            replace(kind, collectives=collectives if index == 1 else ()) for index, kind in enumerate(graph.classes)
+        ),
+    )
+
+
+def _shardings(graph, placement):
+    return [
+        Sharding(options=(), parameters=(placement,) * len(b.parameters), buffers=(), inputs=(), outputs=())
+        for b in graph.blocks
+    ]  # fmt: skip
+
+
+FORWARD = Communicated(collective="all_reduce", axis="tp", phase="forward", num_bytes=per_sample(2**24))
+BACKWARD = Communicated(collective="reduce_scatter", axis="tp", phase="backward", num_bytes=per_sample(2**24))
+
+
+def test_collectives_inside_of_blocks_are_waited_for_and_repeated_by_recomputation():
+    """On a device that is busy with kernels: what they take is added to the pass, and is communication."""
+    device = replace(CLUSTER.device, dispatch_seconds=0.0, wrapper_seconds=0.0, block_seconds=0.0)
+    cluster = replace(CLUSTER, device=device)
+    mesh = Mesh(dp_replicate=2, tp=8)
+    plain, split = GPT, _split_graph(GPT, FORWARD, FORWARD, BACKWARD)
+    options = {"mesh": mesh, "cluster": cluster, "shardings": _shardings(GPT, R)}
+    before, after = priced(plain, **options), priced(split, **options)
+    group = axis_group(cluster, {"dp_replicate": 2, "tp": 8}, "tp")
+    forward = 2 * all_reduce_seconds(2 * 2**24, group)
+    backward = reduce_scatter_seconds(2 * 2**24, group)
+
+    added = (after.forward_seconds - before.forward_seconds)[1]
+    assert added == pytest.approx([forward, forward])
+    added = (after.backward_seconds - before.backward_seconds)[1]
+    assert added == pytest.approx([backward, forward + backward])
+    added = (after.exposed_seconds - before.exposed_seconds)[1]
+    assert added == pytest.approx([forward + backward, 2 * forward + backward])
+    assert (after.forward_seconds - before.forward_seconds)[0].tolist() == [0.0, 0.0]
+
+
+def test_gathers_hide_behind_tensor_parallel_collectives_only_on_other_links():
+    """Eight tensor-parallel ranks fill a node, so shards gather between nodes; of four a node has two, which share."""
+    split = _split_graph(GPT, *[FORWARD] * 200)
+
+    def gathered(mesh, graph):
+        costs = priced(graph, mesh=mesh, shardings=_shardings(GPT, R), num_microbatches=1)
+        inside = 200 * all_reduce_seconds(2 * 2**24, axis_group(CLUSTER, asdict(mesh), "tp")) if graph is split else 0
+        return float(costs.exposed_seconds[2, -2] - inside)  # ZeRO-3 without recomputation
+
+    apart, together = Mesh(dp_shard=2, tp=8), Mesh(dp_shard=4, tp=4)
+    assert gathered(apart, split) < gathered(apart, GPT) * 0.9
+    assert gathered(together, split) == pytest.approx(gathered(together, GPT), rel=0.05)
+
+
+def test_partial_gradients_are_summed_once_a_step_over_the_shards():
+    mesh = Mesh(dp_shard=2, tp=8)
+    whole, partial = (priced(mesh=mesh, shardings=_shardings(GPT, p)) for p in (R, Q))
+    group = axis_group(CLUSTER, {"dp_shard": 2, "tp": 8}, "tp")
+    shards = sum(GPT.tensors[p].num_elements.fixed for b in GPT.blocks for p in b.parameters) / 2
+
+    added = (partial.reduce_seconds - whole.reduce_seconds).sum(0)
+    assert added == pytest.approx([all_reduce_seconds(4 * shards, group)] * len(whole.strategies), rel=1e-6)
+    assert (partial.forward_seconds == whole.forward_seconds).all()
+
+
+def test_least_seconds_are_a_bound_of_every_strategy():
+    graph = _split_graph(GPT, FORWARD, BACKWARD)
+    for mesh in (Mesh(tp=2), Mesh(dp_shard=4, tp=2), Mesh(pp=2, dp_replicate=2, tp=4)):
+        costs = priced(graph, mesh=mesh, shardings=_shardings(GPT, Q))
+        least = least_seconds(graph, CLUSTER, mesh=mesh, micro_batch=2)
+
+        assert 0 < least <= costs.seconds.min(1).sum() + costs.num_stages * costs.stage_seconds + 1e-12
+
+
 def test_a_cut_is_one_message_forward_and_one_back():
     costs = priced(mesh=Mesh(pp=2, dp_shard=8))
     num_bytes = 2 * 2 * 512 * 1024  # micro-batch 2, bf16
@@ -312,12 +401,13 @@ def test_recomputation_never_holds_more_activations(micro_batch, num_microbatche
 @pytest.mark.parametrize(
     ("changes", "error", "words"),
     [
-        ({"mesh": Mesh(tp=2)}, PlanError, "tp, cp and ep"),
+        ({"mesh": Mesh(cp=2)}, PlanError, "cp and ep"),
+        ({"mesh": Mesh(tp=2)}, PlanError, "tp=2 needs the sharding of"),
         ({"precision": "fp4"}, PlannerError, "'fp4' is none of"),
         ({"optimizer": "lion"}, PlannerError, "'lion' is none of"),
         ({"cluster": Cluster.load("1x8xV100-32GB")}, ClusterError, "does not compute in bfloat16"),
     ],
-    ids=["tensor parallel", "precision", "optimizer", "device"],
+    ids=["context parallel", "tensor parallel", "precision", "optimizer", "device"],
 )
 def test_what_cannot_be_priced_is_refused(changes, error, words):
     with pytest.raises(error, match=words):

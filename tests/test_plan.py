@@ -10,8 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from planner.errors import PlanError
-from planner.plan import BlockPlan, InputSpec, Mesh, Plan, Prediction, StagePlan
-from planner.report import plan_text
+from planner.plan import BlockPlan, CollectivePlan, InputSpec, Mesh, Plan, Prediction, ShardingPlan, StagePlan
+from planner.report import describe_layout, plan_text, sharding_text
 
 PLAN = Plan(
     model="gpt-small",
@@ -191,7 +191,8 @@ def test_every_error_is_named_at_once_with_its_path():
         ({"peak_bytes": [1.0]}, "peak_bytes has 1 entries for 2 stages"),
         ({"stages": []}, "mesh.pp is 2 but there are 0 stages"),
         ({"micro_batch": 16, "num_microbatches": 1}, "1f1b needs at least as many micro-batches as stages: 1 < 2"),
-        ({"mesh": {**PLAN.to_dict()["mesh"], "tp": 2}, "devices": 8}, "mesh.tp is 2; this release runs only 1"),
+        ({"mesh": {**PLAN.to_dict()["mesh"], "tp": 2}, "devices": 8}, r"blocks\[0\].sharding is missing: mesh.tp is 2"),
+        ({"mesh": {**PLAN.to_dict()["mesh"], "cp": 2}, "devices": 8}, "mesh.cp is 2; this release runs only 1"),
         (
             {"mesh": {**PLAN.to_dict()["mesh"], "dp_replicate": 2, "dp_shard": 1}},
             "blocks with ZeRO-1, 2 or 3 need dp_shard, the mesh has none",
@@ -210,6 +211,101 @@ def test_every_error_is_named_at_once_with_its_path():
 def test_an_edit_that_contradicts_itself_is_refused(changes, message):
     with pytest.raises(PlanError, match=message):
         Plan.loads(_changed(**changes))
+
+
+def _split() -> Plan:
+    """PLAN over two tensor-parallel ranks: two kinds of blocks."""
+    column = ShardingPlan(
+        nodes=("R,S0*3[64]>S2*3[64]", "D,L0*B[128]>-,P", ">R"),
+        parameters=("S0*3[64]", "R"),
+        buffers=(),
+        inputs=("S1[128]",),
+        outputs=("R",),
+        words=("qkv.weight: output features split 2 ways, each of its 3 parts", "norm.weight: whole on every rank"),
+        collectives=(CollectivePlan(collective="all_reduce", phase="forward", count=2, num_bytes=2.0**20),),
+    )
+    whole = ShardingPlan(nodes=("R>R",), parameters=("Q",))
+    blocks = [replace(b, sharding=int(b.name in ("embed", "head"))) for b in PLAN.block_plans]
+    return replace(
+        PLAN,
+        mesh=Mesh(pp=2, dp_shard=2, tp=2),
+        shardings=(column, whole),
+        stages=(StagePlan(blocks=tuple(blocks[:3])), StagePlan(blocks=tuple(blocks[3:]))),
+    )
+
+
+def test_a_plan_with_tensor_parallelism_is_read_back_equal_and_shown():
+    plan = _split()
+
+    assert Plan.loads(plan.dumps()) == plan
+    assert plan.to_dict()["stages"][0]["blocks"][1]["sharding"] == 0
+    assert describe_layout(plan) == "pp 2 x dp 2 x tp 2"
+    assert sharding_text(plan).splitlines()[2:7] == [
+        "    forward: no collective",
+        "    backward: no collective",
+        "  layers.0 .. layers.2, 3 blocks alike",
+        "    qkv.weight: output features split 2 ways, each of its 3 parts",
+        "    whole on every rank: norm.weight",
+    ]
+    assert sharding_text(plan).endswith("    forward: 2 x all_reduce of 1.0 MiB\n    backward: no collective")
+
+
+def test_a_plan_without_tensor_parallelism_is_written_as_before():
+    data = PLAN.to_dict()
+
+    assert "shardings" not in data
+    assert "sharding" not in data["stages"][0]["blocks"][0]
+    assert "nothing is split" in sharding_text(PLAN)
+
+
+@pytest.mark.parametrize(
+    ("path", "value", "message"),
+    [
+        (("shardings", 0, "nodes", 0), "R,S0[64", r"shardings\[0\].nodes\[0\] must be such as R,S0\[64\]>S1\[64\], is"),
+        (("shardings", 0, "nodes", 0), "R>X", r"shardings\[0\].nodes\[0\] must be"),
+        (("shardings", 0, "parameters", 1), "S", r"shardings\[0\].parameters\[1\] must be R, Q, P, D or such as"),
+        (("shardings", 0, "inputs"), "R", r"shardings\[0\].inputs must be a list"),
+        (("shardings", 0, "size"), 1, r"shardings\[0\].size is no key of a plan"),
+        (("shardings", 0, "collectives", 0, "count"), 0, r"collectives\[0\].count must be at least 1"),
+        (("shardings", 0, "collectives", 0, "phase"), "sideways", r"phase must be one of forward, backward"),
+        (("shardings", 0, "words"), [1], r"shardings\[0\].words must hold printable text"),
+        (("stages", 0, "blocks", 1, "sharding"), 2, "sharding is 2, there are 2 shardings"),
+        (("stages", 0, "blocks", 1, "sharding"), None, "sharding must be a whole number, is null"),
+        (("mesh", "tp"), 1, r"blocks\[0\].sharding is 1, but mesh.tp is 1"),
+    ],
+)
+def test_a_wrong_sharding_is_refused_with_its_path(path, value, message):
+    data = _split().to_dict()
+    place = data
+    for key in path[:-1]:
+        place = place[key]
+    place[path[-1]] = value
+
+    with pytest.raises(PlanError, match=message):
+        Plan.loads(json.dumps(data))
+
+
+def test_a_sharding_that_no_block_has_is_refused():
+    data = _split().to_dict()
+    data["shardings"].append(data["shardings"][0])
+
+    with pytest.raises(PlanError, match=r"shardings\[2\] is of no block"):
+        Plan.loads(json.dumps(data))
+
+
+def test_the_difference_of_shardings_does_not_depend_on_their_numbers():
+    plan = _split()
+    swapped = replace(
+        plan,
+        shardings=plan.shardings[::-1],
+        stages=tuple(
+            StagePlan(blocks=tuple(replace(b, sharding=1 - (b.sharding or 0)) for b in s.blocks)) for s in plan.stages
+        ),
+    )
+    other = replace(plan, shardings=(replace(plan.shardings[0], parameters=("R", "R")), plan.shardings[1]))
+
+    assert plan.diff(swapped) == []
+    assert [row[0] for row in plan.diff(other)] == ["block layers.0 to layers.1", "block layers.2"]
 
 
 _VALUES = st.one_of(

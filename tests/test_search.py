@@ -1,6 +1,8 @@
+import functools
 import itertools
 import json
 import re
+from dataclasses import replace
 
 import pytest
 import torch
@@ -9,9 +11,15 @@ from planner import Plan, PlannerError, autoplan, ranked_plans
 from planner.cluster import Cluster
 from planner.costs import price
 from planner.errors import InfeasibleError, ModelError, PlanError
+from planner.plan import Mesh
 from planner.problem import Choice, evaluate, formulate
+from planner.report import sharding_text
+from planner.search import ways_to_split
 from planner.search.choices import Configuration, Pins, configurations
-from planner.search.engine import search
+from planner.search.engine import Sharded, search
+from planner.search.sharded import ShardedGraph
+from planner.shard.stored import restored, stored
+from planner.simulate import model_flop_utilisation
 from planner.trace import trace
 from planner.units import parse_bytes
 from planner.zoo import build
@@ -96,6 +104,80 @@ def test_the_search_finds_the_best_of_all_configurations_and_choices(share):
     assert _value(graph, cluster, found.plans[0]) == pytest.approx(best, rel=1e-3)
 
 
+@pytest.mark.parametrize("share", [0.2, 1.0])
+def test_the_search_finds_the_best_way_to_split_the_model_too(share):
+    """Brute force over configurations x variants x cuts x strategies."""
+    module = MLP(MLPConfig(features=64, width=64, layers=1, classes=8))
+    graph = trace(module, batch_of_module(module), precision="fp32", name="mlp")
+    cluster = _with_memory(graph, share)
+    sharded = functools.cache(ways_to_split(graph, cluster, 4, "cuda"))
+    assert all(way.divides for way in sharded(2)[1:])  # the first may be to split nothing at this size
+    ways = [index for index, way in enumerate(sharded(2)) if way.divides]
+    useful = functools.cache(lambda degree: tuple(sharded(degree)[way] for way in ways))
+    found = search(graph, cluster, global_batch=4, precision="fp32", top=8, sharded=sharded)
+
+    split = configurations(len(graph.blocks), 2, 2, 4, Pins(tp=2), may_split=True)
+    assert {c.devices for c in split} == {2}
+    best = min(
+        _brute_force(graph, cluster, replace(c, variant=variant), useful) for c in split for variant in range(len(ways))
+    )
+    plans = [plan for plan in found.plans if plan.mesh.tp == 2]
+    times = [
+        _value(graph, cluster, plan, useful, variant) for plan in plans for variant in range(len(ways))
+        if stored(useful(2)[variant].shardings)[0] == _bare(plan)
+    ]  # fmt: skip
+    assert plans
+    assert min(times) == pytest.approx(best, rel=1e-3)
+
+
+def test_tensor_parallel_plans_say_how_every_block_is_split(graph):
+    cluster = Cluster.load("1x8xA100-80GB")
+    sharded = ways_to_split(graph, cluster, 16, "cuda")
+    pins = {"tp": 2, "pp": 2, "dp": 2, "zero": 3}
+    plan = search(graph, cluster, global_batch=16, pins=pins, sharded=sharded).plans[0]
+    per_block = [block.sharding for block in plan.block_plans]
+
+    assert plan.mesh == Mesh(pp=2, dp_shard=2, tp=2)
+    assert Plan.loads(plan.dumps()) == plan
+    assert None not in per_block
+    assert restored(graph, plan.shardings, [index or 0 for index in per_block], 2) in [
+        way.shardings for way in sharded(2)
+    ]
+    assert plan.prediction.mfu == pytest.approx(
+        model_flop_utilisation(
+            graph, cluster, num_devices=8, global_batch=16, step_seconds=plan.prediction.step_seconds
+        )
+    )
+    text = sharding_text(plan)
+    assert "features split 2 ways" in text
+    assert "all_" in text
+
+
+def test_a_fixed_degree_that_divides_no_node_uses_as_many_devices_as_it_can():
+    found = configurations(6, 16, 8, 12, Pins(tp=3), may_split=True)
+
+    assert {c.tp for c in found} == {3}
+    assert max(c.devices for c in found) == 15  # 5 stages
+    assert all(c.pp * c.dp * c.tp == c.devices for c in found)
+
+
+def test_a_way_to_split_that_fails_is_left_out_with_the_reason_or_refused_if_it_is_fixed(graph):
+    def sharded(degree):
+        raise PlanError(f"no luck with {degree}")
+
+    cluster = Cluster.load("1x2xA100-80GB")
+    found = search(graph, cluster, global_batch=8, sharded=sharded).plans
+
+    assert "tp=2 is left out: no luck with 2" in found[0].notes
+    with pytest.raises(PlanError, match="no luck with 2"):
+        search(graph, cluster, global_batch=8, sharded=sharded, pins="tp=2")
+
+
+def _bare(plan: Plan):
+    """The shardings without the words for people."""
+    return tuple(replace(sharding, words=(), collectives=()) for sharding in plan.shardings)
+
+
 def _with_memory(graph, share: float) -> Cluster:
     """Two devices with memory between what the leanest plan and what the fastest plan needs."""
     cluster = Cluster.load("1x2xA100-40GB")
@@ -120,17 +202,22 @@ def _with_bytes(cluster: Cluster, num_bytes: float) -> Cluster:
     return Cluster.from_dict(table)
 
 
-def _problem(graph, cluster: Cluster, configuration: Configuration):
+def _problem(graph, cluster: Cluster, configuration: Configuration, sharded: Sharded | None = None):
+    local = (
+        ShardedGraph(name="", graph=graph, shardings=())
+        if sharded is None or configuration.tp == 1
+        else sharded(configuration.tp)[configuration.variant]
+    )
     costs = price(
-        graph, cluster, mesh=configuration.mesh, micro_batch=configuration.micro_batch,
+        local.graph, cluster, shardings=local.shardings, mesh=configuration.mesh, micro_batch=configuration.micro_batch,
         num_microbatches=configuration.num_microbatches, schedule=configuration.schedule,
         precision="fp32", optimizer="adamw",
     )  # fmt: skip
     return costs, formulate(costs)
 
 
-def _brute_force(graph, cluster: Cluster, configuration: Configuration) -> float:
-    _, problem = _problem(graph, cluster, configuration)
+def _brute_force(graph, cluster: Cluster, configuration: Configuration, sharded: Sharded | None = None) -> float:
+    _, problem = _problem(graph, cluster, configuration, sharded)
     blocks = problem.num_blocks
     best = float("inf")
     for cuts in itertools.combinations(range(1, blocks), configuration.pp - 1):
@@ -142,13 +229,13 @@ def _brute_force(graph, cluster: Cluster, configuration: Configuration) -> float
     return best
 
 
-def _value(graph, cluster: Cluster, plan: Plan) -> float:
+def _value(graph, cluster: Cluster, plan: Plan, sharded: Sharded | None = None, variant: int = 0) -> float:
     """A plan's seconds by the program."""
     configuration = Configuration(
         pp=plan.mesh.pp, dp=plan.mesh.dp, dp_shard=plan.mesh.dp_shard, micro_batch=plan.micro_batch,
-        num_microbatches=plan.num_microbatches, schedule=plan.schedule,
+        num_microbatches=plan.num_microbatches, schedule=plan.schedule, tp=plan.mesh.tp, variant=variant,
     )  # fmt: skip
-    costs, problem = _problem(graph, cluster, configuration)
+    costs, problem = _problem(graph, cluster, configuration, sharded)
     index = {(s.zero, "full" if s.recompute else "none"): i for i, s in enumerate(costs.strategies)}
     evaluation = evaluate(
         problem,
@@ -280,7 +367,8 @@ def test_a_batch_that_the_pins_do_not_divide_is_refused_with_the_multiple_to_use
         ("pp=99", "pp=99 needs as many blocks"),
         ("pp=4,dp=4", "need 16 devices, the cluster has 8"),
         ("dp=16", "need 16 devices, the cluster has 8"),
-        ("tp=2", "tp=2 cannot be planned"),
+        ("tp=2", "tp=2 is not possible: no way to split the model is given"),
+        ("dp=2,pp=2,devices=6", "pp=2 x dp=2 does not divide devices=6"),
     ],
 )
 def test_contradicting_pins_are_refused(graph, pins, sentence):
@@ -303,10 +391,10 @@ def test_autoplan_infers_the_batch_of_zoo_and_hugging_face_models_and_states_the
     other = GPT2LMHeadModel(GPT2Config(n_embd=32, n_layer=4, n_head=4, vocab_size=96, n_positions=16))
 
     for model in (module, other):
-        plan = autoplan(model, "1x4xA100-40GB")
+        plan = autoplan(model, "1x4xA100-40GB", fix="tp=1")
         assert plan.global_batch == 32
         assert any("no global batch was given: 32" in note for note in plan.notes)
-    assert len(ranked_plans(module, "1x4xA100-40GB", global_batch=8, top=3)) == 3
+    assert len(ranked_plans(module, "1x4xA100-40GB", global_batch=8, top=3, fix="tp=1")) == 3
 
 
 def test_a_model_that_does_not_tell_its_batch_needs_one():

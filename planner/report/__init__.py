@@ -1,7 +1,9 @@
 """What people see: plans as a table and as text, a cluster, a training run."""
 
 from collections.abc import Mapping, Sequence
+from dataclasses import asdict
 from itertools import groupby
+from typing import Any
 
 from rich import box
 from rich.console import Group, RenderableType
@@ -9,7 +11,7 @@ from rich.table import Table
 from rich.text import Text
 
 from planner.cluster import Cluster
-from planner.plan import BlockPlan, Plan, StagePlan
+from planner.plan import BlockPlan, Plan, ShardingPlan, StagePlan
 from planner.units import format_bytes, format_count, format_seconds
 
 
@@ -19,11 +21,12 @@ def describe_choice(block: BlockPlan) -> str:
 
 
 def describe_layout(plan: Plan) -> str:
-    """The mesh in a few characters: `pp 4 x dp 8`; `dp 2x8` for two replicas of eight shards."""
+    """The mesh in a few characters: `pp 4 x dp 8 x tp 2`; `dp 2x8` for two replicas of eight shards."""
     mesh = plan.mesh
     parts = [f"pp {mesh.pp}"] if mesh.pp > 1 else []
     hybrid = mesh.dp_replicate > 1 and mesh.dp_shard > 1
     parts += [f"dp {mesh.dp_replicate}x{mesh.dp_shard}" if hybrid else f"dp {mesh.dp}"] if mesh.dp > 1 else []
+    parts += [f"tp {mesh.tp}"] if mesh.tp > 1 else []
     return " x ".join(parts) or "1 device"
 
 
@@ -133,6 +136,58 @@ def plan_text(plan: Plan) -> str:
         lines += [f"    {line}" for line in _stage_lines(stage)]
     lines += [f"  note: {note}" for note in plan.notes]
     return "\n".join(lines)
+
+
+def sharding_text(plan: Plan) -> str:
+    """How each block is split over the tensor-parallel ranks, and what that communicates; equal blocks once."""
+    if plan.mesh.tp == 1:
+        return f"{plan.model} on {plan.cluster}: tp 1, nothing is split over tensor-parallel ranks"
+    lines = [
+        f"{plan.model} on {plan.cluster}: split over {plan.mesh.tp} tensor-parallel ranks, collectives of one "
+        f"micro-batch of {plan.micro_batch}"
+    ]
+    for names, sharding in _sharded_blocks(plan):
+        first, last = (name or "the whole model" for name in (names[0], names[-1]))
+        lines.append(f"  {first}" if len(names) == 1 else f"  {first} .. {last}, {len(names)} blocks alike")
+        split = [line for line in sharding.words if not line.partition(": ")[2].startswith("whole")]
+        whole = [line.partition(": ")[0] for line in sharding.words if line not in split]
+        lines += [f"    {line}" for line in split]
+        lines += [f"    whole on every rank: {', '.join(whole)}"] if whole else []
+        for phase in ("forward", "backward"):
+            made = [
+                f"{c.count} x {c.collective} of {format_bytes(c.num_bytes)}"
+                for c in sharding.collectives
+                if c.phase == phase
+            ]
+            lines.append(f"    {phase}: {', '.join(made) or 'no collective'}")
+    return "\n".join(lines)
+
+
+def sharding_data(plan: Plan) -> list[dict[str, Any]]:
+    """The same as plain data."""
+    return [
+        {
+            "blocks": list(names),
+            "tp": plan.mesh.tp,
+            "parameters": [
+                {"words": words, "placement": placement}
+                for words, placement in zip(sharding.words, sharding.parameters, strict=False)
+            ],
+            "inputs": list(sharding.inputs),
+            "outputs": list(sharding.outputs),
+            "collectives": [asdict(made) for made in sharding.collectives],
+        }
+        for names, sharding in _sharded_blocks(plan)
+    ]
+
+
+def _sharded_blocks(plan: Plan) -> list[tuple[list[str], ShardingPlan]]:
+    """The names of blocks that are split alike, in order of the first."""
+    found: dict[int, list[str]] = {}
+    for block in plan.block_plans:
+        if block.sharding is not None:
+            found.setdefault(block.sharding, []).append(block.name)
+    return [(names, plan.shardings[index]) for index, names in found.items()]
 
 
 def _stage_lines(stage: StagePlan) -> list[str]:

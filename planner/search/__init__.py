@@ -1,17 +1,21 @@
 """`autoplan(model, cluster)`: trace, search, and return the fastest plan that fits."""
 
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, Literal
 
 from torch import Tensor, float64, nn
 
 from planner.cluster import Cluster
 from planner.errors import ModelError, PlanError
+from planner.graph import Graph
 from planner.measure import local_cluster
 from planner.plan import OPTIMIZERS, Plan
 from planner.search.choices import Pins
-from planner.search.engine import OBJECTIVES, Progress, Search, Statistics, search
-from planner.trace import trace
+from planner.search.engine import OBJECTIVES, Progress, Search, Sharded, Statistics, search
+from planner.search.sharded import ShardedGraph, prices
+from planner.shard.localize import localize
+from planner.shard.program import variants
+from planner.trace import priced, trace
 from planner.zoo.infer import infer_batch
 
 __all__ = [
@@ -103,16 +107,20 @@ def search_model(
     if batch is None:
         batch = infer_batch(model)
     report = progress or (lambda *_: None)
+    device_kind: Literal["cuda", "cpu"] = "cpu" if place.device.kind == "cpu" else "cuda"
     graph = trace(
         model,
         batch,
         precision=precision or default_precision(place),
         loss_fn=loss_fn,
         name=name,
-        device_kind="cpu" if place.device.kind == "cpu" else "cuda",
+        device_kind=device_kind,
         progress=lambda what: report(what, 0, 0),
     )
-    notes += [f"no graph, so neither pipeline nor recomputation: {fallback}" for fallback in graph.fallbacks]
+    notes += [
+        f"no graph, so neither pipeline, tensor parallelism nor recomputation: {fallback}"
+        for fallback in graph.fallbacks
+    ]
     if graph.couples_samples:
         notes.append(f"{graph.couples_samples}: one micro-batch on one data-parallel rank")
     if graph.updates_statistics:
@@ -142,8 +150,24 @@ def search_model(
     return search(
         graph, place, global_batch=global_batch, precision=precision or default_precision(place),
         optimizer=optimizer, objective=objective, pins=pins, top=top, notes=notes, progress=progress,
-        time_limit_seconds=time_limit_seconds,
+        time_limit_seconds=time_limit_seconds, sharded=ways_to_split(graph, place, global_batch, device_kind),
     )  # fmt: skip
+
+
+def ways_to_split(graph: Graph, cluster: Cluster, global_batch: int, device_kind: Literal["cuda", "cpu"]) -> Sharded:
+    """The ways to split a model, made when the search asks for a degree."""
+
+    def split(degree: int) -> tuple[ShardedGraph, ...]:
+        return tuple(
+            ShardedGraph(
+                name=variant.name,
+                graph=priced(localize(graph, variant.shardings, degree).graph, graph, degree, device_kind),
+                shardings=variant.shardings,
+            )
+            for variant in variants(graph, degree, prices(graph, cluster, degree, global_batch=global_batch))
+        )
+
+    return split
 
 
 def cluster_named(text: str, num_processes: int | None = None, progress: Progress | None = None) -> Cluster:

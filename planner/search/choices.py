@@ -61,8 +61,6 @@ class Pins:
                 values[key] = int(value)
         if values.get("zero", 0) > 3:
             faults.append(f"zero must be 0, 1, 2 or 3, is {values['zero']}")
-        if values.get("tp", 1) != 1:
-            faults.append(f"tp={values['tp']} cannot be planned in this release; leave it out or use tp=1")
         if faults:
             raise PlanError(f"cannot fix these choices: {'; '.join(faults)}")
         return cls(**values)
@@ -77,7 +75,10 @@ class Pins:
 
 @dataclass(frozen=True, slots=True, kw_only=True, order=True)
 class Configuration:
-    """One outer choice. Ordered: fewer stages first, then fewer devices, larger micro-batches."""
+    """One outer choice. Ordered: fewer stages first, then fewer devices, larger micro-batches.
+
+    `variant` is the index of one of several ways to split the model over `tp` ranks.
+    """
 
     pp: int
     dp: int
@@ -85,26 +86,40 @@ class Configuration:
     micro_batch: int
     num_microbatches: int
     schedule: str
+    tp: int = 1
+    variant: int = 0
 
     @property
     def devices(self) -> int:
         """Devices used."""
-        return self.pp * self.dp
+        return self.pp * self.dp * self.tp
 
     @property
     def way(self) -> tuple[object, ...]:
-        """What ranked plans differ in: of hybrid sharding with different degrees only the best is ranked."""
-        return self.pp, self.dp, self.dp_shard > 1, self.micro_batch, self.num_microbatches, self.schedule
+        """What ranked plans differ in.
+
+        Of hybrid sharding with different degrees, and of the variants of a tensor-parallel degree, only the best is
+        ranked.
+        """
+        return self.pp, self.dp, self.tp, self.dp_shard > 1, self.micro_batch, self.num_microbatches, self.schedule
+
+    @property
+    def program(self) -> tuple[object, ...]:
+        """What configurations of another schedule share."""
+        return self.pp, self.dp, self.tp, self.variant, self.dp_shard, self.micro_batch
 
     @property
     def mesh(self) -> Mesh:
         """Its mesh."""
-        return Mesh(pp=self.pp, dp_replicate=self.dp // self.dp_shard, dp_shard=self.dp_shard)
+        return Mesh(pp=self.pp, dp_replicate=self.dp // self.dp_shard, dp_shard=self.dp_shard, tp=self.tp)
 
     def __str__(self) -> str:
         kind = {1: "replicated", self.dp: "sharded"}.get(self.dp_shard, f"sharded over {self.dp_shard}")
         data = f"dp {self.dp} ({kind})" if self.dp > 1 else "dp 1"
-        return f"pp {self.pp}, {data}, micro-batch {self.micro_batch} x {self.num_microbatches}, {self.schedule}"
+        tensor = f"tp {self.tp}, " if self.tp > 1 else ""
+        return (
+            f"pp {self.pp}, {data}, {tensor}micro-batch {self.micro_batch} x {self.num_microbatches}, {self.schedule}"
+        )
 
 
 def configurations(
@@ -115,15 +130,19 @@ def configurations(
     pins: Pins,
     *,
     may_pipeline: bool = True,
+    may_split: bool = False,
 ) -> list[Configuration]:
     """Every configuration that the arithmetic allows, in a fixed order.
 
-    Device counts are divisors of a node, and whole nodes: divisors of their number and powers of two.
+    Device counts are divisors of a node, and whole nodes: divisors of their number and powers of two. Tensor-parallel
+    ranks (if `may_split`) lie in one node; a fixed `tp` may be any that divides. Only the first variant is made.
     """
     result = []
-    for devices in _device_counts(num_devices, devices_per_node, pins):
-        for pp in _divisors(devices):
-            dp = devices // pp
+    degrees = _tensor_degrees(min(devices_per_node, num_devices), pins, may_split=may_split)
+    for devices in _device_counts(num_devices, devices_per_node, degrees, pins):
+        meshes = [(pp, tp) for pp in _divisors(devices) for tp in degrees if devices // pp % tp == 0]
+        for pp, tp in meshes:
+            dp = devices // pp // tp
             if pp > num_blocks or (pp > 1 and not may_pipeline) or global_batch % dp:
                 continue
             if (pins.pp or pp) != pp or (pins.dp or dp) != dp:
@@ -136,17 +155,28 @@ def configurations(
                 for schedule in schedules:
                     if (pins.schedule or schedule) != schedule or (schedule == "1f1b" and pp > 1 and count < pp):
                         continue
-                    for dp_shard in _shard_degrees(dp, devices_per_node, pins):
+                    for dp_shard in _shard_degrees(dp, max(1, devices_per_node // tp), pins):
                         result.append(
                             Configuration(
-                                pp=pp, dp=dp, dp_shard=dp_shard, micro_batch=micro_batch,
+                                pp=pp, dp=dp, dp_shard=dp_shard, tp=tp, micro_batch=micro_batch,
                                 num_microbatches=count, schedule=schedule,
                             )
                         )  # fmt: skip
     return sorted(result)
 
 
-def _shard_degrees(dp: int, devices_per_node: int, pins: Pins) -> list[int]:
+def _tensor_degrees(devices_per_node: int, pins: Pins, *, may_split: bool) -> list[int]:
+    """Over how many ranks tensors may be split: divisors of a node, whose ranks the fast link joins.
+
+    >>> _tensor_degrees(8, Pins(), may_split=True), _tensor_degrees(8, Pins(tp=3), may_split=True)
+    ([1, 2, 4, 8], [3])
+    """
+    if pins.tp is not None:
+        return [pins.tp]
+    return _divisors(devices_per_node) if may_split else [1]
+
+
+def _shard_degrees(dp: int, ranks_per_node: int, pins: Pins) -> list[int]:
     """Over how many of `dp` ranks parameters may be sharded: none, all, those of 1, 4, 16, ... nodes.
 
     A node's ranks are joined by its fast link; fewer of them hold more and send no less. Steps of 4: between two
@@ -156,8 +186,8 @@ def _shard_degrees(dp: int, devices_per_node: int, pins: Pins) -> list[int]:
     ([1, 8, 32, 64], [1, 8], [1])
     """
     degrees = {1, dp}
-    degree = math.gcd(dp, devices_per_node)
-    while 1 < degree < dp and dp > devices_per_node and dp % degree == 0:
+    degree = math.gcd(dp, ranks_per_node)
+    while 1 < degree < dp and dp > ranks_per_node and dp % degree == 0:
         degrees.add(degree)
         degree *= 4
     if pins.dp_shard is not None:
@@ -167,16 +197,18 @@ def _shard_degrees(dp: int, devices_per_node: int, pins: Pins) -> list[int]:
     return sorted(degrees)
 
 
-def _device_counts(num_devices: int, devices_per_node: int, pins: Pins) -> list[int]:
+def _device_counts(num_devices: int, devices_per_node: int, degrees: list[int], pins: Pins) -> list[int]:
     if pins.devices is not None or (pins.pp is not None and pins.dp is not None):
-        wanted = pins.devices or (pins.pp or 1) * (pins.dp or 1)
-        if wanted > num_devices:
-            raise PlanError(f"the fixed choices need {wanted} devices, the cluster has {num_devices}")
-        return [wanted]
+        wanted = [pins.devices or (pins.pp or 1) * (pins.dp or 1) * degree for degree in degrees]
+        if min(wanted) > num_devices:
+            raise PlanError(f"the fixed choices need {min(wanted)} devices, the cluster has {num_devices}")
+        return sorted({count for count in wanted if count <= num_devices})
     nodes = num_devices // devices_per_node
     counts = set(_divisors(min(devices_per_node, num_devices)))
     counts |= {n * devices_per_node for n in _divisors(nodes)}
     counts |= {devices_per_node * 2**k for k in range(nodes.bit_length()) if 2**k <= nodes}
+    if pins.tp is not None:  # one that is fixed need not divide a node
+        counts |= {count // pins.tp * pins.tp for count in counts} - {0}
     return sorted(counts)
 
 

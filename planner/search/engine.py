@@ -1,7 +1,8 @@
 """Choose everything together: enumerate the outer choices, bound them, solve what may win, simulate, rank.
 
-The outer choices are devices used, pipeline degree, data-parallel degree, over how many of its ranks parameters are
-sharded (none, all, or some: hybrid sharding), micro-batch and schedule; micro-batches follow from the global batch. For
+The outer choices are devices used, pipeline degree, tensor-parallel degree and one of a few ways to split the model
+over its ranks, data-parallel degree, over how many of its ranks parameters are sharded (none, all, or some: hybrid
+sharding), micro-batch and schedule; micro-batches follow from the global batch. For
 each configuration an integer program chooses stage cuts, ZeRO stage and recomputation of every block
 (`planner.problem`). The program proposes, the simulator judges: every configuration whose bound lies within (1 + delta)
 of the last ranked one is solved and simulated, where delta is the largest difference of program and simulator seen on
@@ -10,22 +11,30 @@ decides alone: they run the same passes on the same stages.
 """
 
 import functools
+import heapq
 import math
-from collections.abc import Callable, Iterable, Mapping
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import numpy as np
 
-from planner.bound import Bound, bound, compute_only, relax
+from planner.bound import Bound, balanced, bound, compute_only, relax
 from planner.cluster import Cluster
-from planner.costs import Costs, price
-from planner.errors import InfeasibleError, PlanError
-from planner.graph import Batch, Graph
-from planner.plan import BlockPlan, InputSpec, Plan, Prediction, StagePlan
+from planner.costs import Costs, least_seconds, price
+from planner.errors import InfeasibleError, PlanError, PlannerError
+from planner.graph import Batch, BlockClass, Graph, reads
+from planner.memory import precision_named
+from planner.operators import check_dtype
+from planner.plan import BlockPlan, CollectivePlan, InputSpec, Plan, Prediction, ShardingPlan, StagePlan
 from planner.problem import Choice, Problem, evaluate, formulate
 from planner.search.choices import Configuration, Pins, configurations
+from planner.search.sharded import ShardedGraph, replicated_share
 from planner.search.shortfall import Attempt, why_nothing_fits
+from planner.shard.rules import has_rule
+from planner.shard.stored import stored
+from planner.shard.words import parameter_words
 from planner.simulate import Simulation, model_flop_utilisation, simulate
 from planner.solve import solve, solve_together
 
@@ -36,8 +45,10 @@ GAP = 1e-3  # within a configuration, and of the final program
 BOUND_WORK = {"short": 200_000, "long": 10_000_000}
 LONG_PIPELINE = 9
 SURVIVORS = 5  # configurations of the final program; more makes it hopeless (20 and up)
+MENTIONED_SHARE = 0.01  # of the FLOP that tensor parallelism does not divide
 OBJECTIVES = ("time", "device-seconds")
 Progress = Callable[[str, int, int], None]  # what, done, of
+Sharded = Callable[[int], Sequence[ShardedGraph]]  # of a tensor-parallel degree
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -96,17 +107,21 @@ def search(
     pins: Pins | Mapping[str, Any] | str | None = None,
     top: int = 5,
     notes: Iterable[str] = (),
+    sharded: Sharded | None = None,
     progress: Progress | None = None,
     time_limit_seconds: float | None = None,
 ) -> Search:
     """The best plans, each of another configuration. Pure but for a time limit, which makes it say so in the gap.
+
+    `sharded` gives the ways to split the model over a number of tensor-parallel ranks, best first; it is asked once
+    for each that a configuration has. Without it there is no tensor parallelism.
 
     Raises:
         InfeasibleError: nothing fits; says the least memory that would.
         PlanError: the fixed choices contradict each other, the batch or the model.
     """
     return _Searcher(
-        graph, cluster, global_batch, precision, optimizer, objective, Pins.of(pins), top, tuple(notes),
+        graph, cluster, global_batch, precision, optimizer, objective, Pins.of(pins), top, tuple(notes), sharded,
         progress or (lambda *_: None), time_limit_seconds,
     ).run()  # fmt: skip
 
@@ -124,6 +139,7 @@ class _Searcher:
     pins: Pins
     top: int
     notes: tuple[str, ...]
+    sharded: Sharded | None
     progress: Progress
     time_limit_seconds: float | None
 
@@ -133,10 +149,12 @@ class _Searcher:
             raise PlanError(f"objective {self.objective!r} is none of {', '.join(OBJECTIVES)}")
         if self.top < 1 or self.global_batch < 1:
             raise PlanError(f"top and global_batch must be at least 1, are {self.top} and {self.global_batch}")
+        check_dtype(self.cluster.device, precision_named(self.precision).compute_dtype)
         self._check_pins()
         found = configurations(
             len(self.graph.blocks), self.cluster.num_devices, self.cluster.devices_per_node, self.global_batch,
             self.pins, may_pipeline=not self.graph.fallbacks and not self.graph.reads_updates,
+            may_split=self.sharded is not None and not self.graph.fallbacks,
         )  # fmt: skip
         if self.graph.couples_samples:
             found = [c for c in found if c.dp == 1 and c.num_microbatches == 1]
@@ -144,10 +162,11 @@ class _Searcher:
             found = [c for c in found if c.dp == 1]
         if not found:
             raise PlanError(self._why_none())
+        found = self._with_variants(found)
         candidates = self._bounded(found)
         ignoring_memory = False
         if not candidates:
-            if not self.pins.settle_all:
+            if not self.pins.settle_all or len({c.tp for c in found}) > 1:
                 raise InfeasibleError(self._least_memory(found))
             ignoring_memory = True
             if self.pins.dp_shard is None:  # of hybrid sharding, only more ranks could help
@@ -161,7 +180,7 @@ class _Searcher:
         if ignoring_memory:
             notes = (*notes, "the fixed choices do not fit; the plan is the fastest that ignores memory")
         return Search(
-            plans=tuple(replace(p, notes=notes) for p in plans[: self.top]),
+            plans=tuple(replace(p, notes=(*notes, *p.notes)) for p in plans[: self.top]),
             statistics=Statistics(
                 configurations=len(found),
                 bounded=self.num_bounded,
@@ -169,6 +188,46 @@ class _Searcher:
                 gap=max(0.0, (best - min(lowest, best)) / best),
             ),
         )
+
+    def _with_variants(self, found: list[Configuration]) -> list[Configuration]:
+        """Each configuration in every way to split the model over its tensor-parallel ranks.
+
+        Ways in which all ranks do the same are of no use; only a fixed degree may have nothing else.
+        """
+        degrees = sorted({c.tp for c in found} - {1})
+        for index, degree in enumerate(degrees):
+            self.progress("splitting tensors", index, len(degrees))
+            assert self.sharded is not None
+            try:
+                made = self.sharded(degree)
+            except PlannerError as error:
+                if self.pins.tp is not None:
+                    raise
+                self.notes = (*self.notes, f"tp={degree} is left out: {error}")
+                made = ()
+            useful = tuple(each for each in made if each.divides)
+            self.sharded_graphs[degree] = useful or (tuple(made) if self.pins.tp is not None else ())
+        return sorted(
+            replace(c, variant=variant)
+            for c in found
+            for variant in range(1 if c.tp == 1 else len(self.sharded_graphs[c.tp]))
+        )
+
+    def _local(self, configuration: Configuration) -> ShardedGraph:
+        """What one rank of the tensor-parallel axis runs."""
+        if configuration.tp == 1:
+            return self.whole
+        return self.sharded_graphs[configuration.tp][configuration.variant]
+
+    @functools.cached_property
+    def whole(self) -> ShardedGraph:
+        """The model on one tensor-parallel rank."""
+        return ShardedGraph(name="", graph=self.graph, shardings=())
+
+    @functools.cached_property
+    def sharded_graphs(self) -> dict[int, tuple[ShardedGraph, ...]]:
+        """Of each tensor-parallel degree, what has been made."""
+        return {}
 
     def _check_pins(self) -> None:
         pins = self.pins
@@ -184,6 +243,8 @@ class _Searcher:
                 raise PlanError(f"pp={pins.pp} needs a graph of the model, but {self.graph.fallbacks[0]}")
             if pins.recompute == "full":
                 raise PlanError(f"recompute=full needs a graph of the model, but {self.graph.fallbacks[0]}")
+            if (pins.tp or 1) > 1:
+                raise PlanError(f"tp={pins.tp} needs a graph of the model, but {self.graph.fallbacks[0]}")
         if (pins.pp or 1) > 1 and self.graph.reads_updates:
             raise PlanError(f"pp={pins.pp} is not possible: {self.graph.reads_updates}; leave pp out")
         if self.graph.one_data_rank:
@@ -194,7 +255,9 @@ class _Searcher:
                     )
         if (pins.pp or 1) > len(self.graph.blocks):
             raise PlanError(f"pp={pins.pp} needs as many blocks, the model has {len(self.graph.blocks)}")
-        wanted = max(pins.dp or 1, pins.dp_shard or 1, pins.pp or 1)
+        if (pins.tp or 1) > 1 and self.sharded is None:
+            raise PlanError(f"tp={pins.tp} is not possible: no way to split the model is given; leave tp out")
+        wanted = max(pins.dp or 1, pins.dp_shard or 1) * (pins.pp or 1) * (pins.tp or 1)
         if wanted > self.cluster.num_devices:
             raise PlanError(f"the fixed choices need {wanted} devices, the cluster has {self.cluster.num_devices}")
 
@@ -212,6 +275,10 @@ class _Searcher:
                 f"a global batch of {self.global_batch} is not divisible by {parts} (fixed: {fixed}); "
                 f"use a multiple of {parts}"
             )
+        degrees = {name: getattr(self.pins, name) or 1 for name in ("pp", "dp", "tp")}
+        if (self.pins.devices or 0) % math.prod(degrees.values()):
+            product = " x ".join(f"{name}={degree}" for name, degree in degrees.items() if degree > 1)
+            return f"{product} does not divide devices={self.pins.devices}; fix fewer of them"
         return (
             f"no configuration of {self.cluster.num_devices} devices agrees with a global batch of "
             f"{self.global_batch} and {fixed or 'nothing fixed'}; fix fewer choices or change the global batch"
@@ -219,18 +286,19 @@ class _Searcher:
 
     def _candidate(self, configuration: Configuration, *, ignoring_memory: bool) -> _Candidate:
         """Price one configuration and write its program."""
+        local = self._local(configuration)
         costs = price(
-            self.graph, self.cluster, mesh=configuration.mesh, micro_batch=configuration.micro_batch,
+            local.graph, self.cluster, mesh=configuration.mesh, micro_batch=configuration.micro_batch,
             num_microbatches=configuration.num_microbatches, schedule=configuration.schedule,
-            precision=self.precision, optimizer=self.optimizer,
+            precision=self.precision, optimizer=self.optimizer, shardings=local.shardings,
         )  # fmt: skip
         problem = formulate(costs, allowed=self._allowed(costs))
         if ignoring_memory:
             problem = replace(problem, capacity_bytes=np.full(configuration.pp, np.finfo(np.float64).max / 4))
-        weight = configuration.devices if self.objective == "device-seconds" else 1
+        weight = self._weight(configuration)
         return _Candidate(
             configuration=configuration, costs=costs, problem=problem, weight=weight,
-            lower=compute_only(problem) * weight,
+            lower=max(compute_only(problem), balanced(problem)) * weight,
         )  # fmt: skip
 
     def _allowed(self, costs: Costs) -> np.ndarray[Any, np.dtype[np.bool_]]:
@@ -246,34 +314,36 @@ class _Searcher:
         return np.tile(keep, (len(self.graph.blocks), 1))
 
     def _bounded(self, found: list[Configuration], *, ignoring_memory: bool = False) -> list[_Candidate]:
-        """Candidates that may be ranked: bounded in the order of a cheap bound; the worse ones are skipped.
+        """Candidates that may be ranked: bounded in the order of cheaper bounds; the worse ones are skipped.
 
+        First comes the time of kernels alone, then the program without cuts, then the relaxation: whatever has the
+        least bound is looked at more closely, until that is more than any plan that may be ranked.
         Within one mesh and micro-batch the program of GPipe is that of 1F1B with more memory held, so it cannot win
         where 1F1B runs; it is bounded only where it is fixed or alone.
         """
-        weight = {c: c.devices if self.objective == "device-seconds" else 1 for c in found}
-        ideal = {c: self._ideal_seconds(c) * weight[c] for c in found}
-        by_1f1b = {(c.pp, c.dp, c.dp_shard, c.micro_batch) for c in found if c.schedule == "1f1b" and c.pp > 1}
-        able = [
-            c for c in found
-            if not (c.schedule == "gpipe" and (c.pp, c.dp, c.dp_shard, c.micro_batch) in by_1f1b)
-        ]  # fmt: skip
-        able.sort(key=lambda c: (ideal[c], c))
+        by_1f1b = {c.program for c in found if c.schedule == "1f1b" and c.pp > 1}
+        able = [c for c in found if not (c.schedule == "gpipe" and c.program in by_1f1b)]
+        queue: list[tuple[float, Configuration, int, _Candidate | None]] = [
+            (self._least_seconds(c) * self._weight(c), c, index, None) for index, c in enumerate(able)
+        ]
+        heapq.heapify(queue)  # no two entries are equal up to their index
         kept: list[_Candidate] = []
         self.num_bounded = 0
-        priced: list[_Candidate] = []
-        for index, configuration in enumerate(able):
-            self.progress("pricing", index, len(able))
-            priced.append(self._candidate(configuration, ignoring_memory=ignoring_memory))
-        priced.sort(key=lambda c: (c.lower, c.configuration))
         limits = self._limits([])
-        for index, candidate in enumerate(priced):
-            self.progress("bounding", index, len(priced))
-            if candidate.lower > limits.any_way:
+        while queue:
+            lower, configuration, index, candidate = heapq.heappop(queue)
+            self.progress("bounding", len(able) - len(queue), len(able))
+            limit = min(limits.any_way, limits.by_way.get(configuration.way, math.inf))
+            if lower > limits.any_way:
                 break
-            if candidate.lower > limits.of(candidate):
+            if lower > limit:
                 continue
-            found_bound = relax(candidate.problem, gap=GAP)
+            if candidate is None:
+                candidate = self._candidate(configuration, ignoring_memory=ignoring_memory)
+                if math.isfinite(candidate.lower):
+                    heapq.heappush(queue, (candidate.lower, configuration, index, candidate))
+                continue
+            found_bound = relax(candidate.problem, gap=GAP, cutoff=limit / candidate.weight)
             self.num_bounded += 1
             if not math.isfinite(found_bound.seconds):
                 continue
@@ -281,6 +351,18 @@ class _Searcher:
             kept.append(improved)
             limits = self._limits(kept)
         return [c for c in kept if c.lower <= limits.of(c)]
+
+    def _weight(self, configuration: Configuration) -> int:
+        """What the objective multiplies seconds by."""
+        return configuration.devices if self.objective == "device-seconds" else 1
+
+    def _least_seconds(self, configuration: Configuration) -> float:
+        """No plan of a configuration is faster: its passes, with nothing else and perfectly balanced."""
+        one = least_seconds(
+            self._local(configuration).graph, self.cluster, mesh=configuration.mesh,
+            micro_batch=configuration.micro_batch,
+        )  # fmt: skip
+        return one * (configuration.pp + configuration.num_microbatches - 1) / configuration.pp
 
     def _limits(self, candidates: Iterable[_Candidate]) -> "_Limits":
         """Bounds above these cannot be ranked: the last ranked value, and the best of the same way to train."""
@@ -290,16 +372,6 @@ class _Searcher:
                 best[c.configuration.way] = c.value
         last = sorted(best.values())[self.top - 1] if len(best) >= self.top else math.inf
         return _Limits(any_way=last * (1 + DELTA), by_way=best)
-
-    @functools.cached_property
-    def _seconds_per_sample(self) -> float:
-        """Least seconds of one sample on one device: all FLOP at the peak rate."""
-        device = self.cluster.device
-        peak = device.peak_flop_per_second.get(self.graph.dtype)
-        return self.graph.flop_per_sample() / peak if peak else 0.0
-
-    def _ideal_seconds(self, configuration: Configuration) -> float:
-        return self._seconds_per_sample * self.global_batch / configuration.devices
 
     def _solved(self, candidates: list[_Candidate]) -> list[_Candidate]:
         """Close the gap of every candidate that may be ranked; the best few as one program, with one proof."""
@@ -388,6 +460,8 @@ class _Searcher:
         rows: list[list[tuple[int, int]]] = [[] for _ in range(configuration.pp)]
         for block, (stage, strategy) in enumerate(zip(choice.stages, choice.strategies, strict=True)):
             rows[stage].append((block, strategy))
+        local = self._local(configuration)
+        shardings, sharding_of = self._plan_shardings(local, configuration)
         simulation: Simulation = simulate(costs, rows, configuration.schedule, configuration.num_microbatches)
         stages = tuple(
             StagePlan(
@@ -396,6 +470,7 @@ class _Searcher:
                         name=self.graph.blocks[block].name,
                         zero=costs.strategies[strategy].zero,
                         recompute="full" if costs.strategies[strategy].recompute else "none",
+                        sharding=sharding_of[block] if sharding_of else None,
                     )
                     for block, strategy in row
                 )
@@ -416,6 +491,8 @@ class _Searcher:
             mesh=configuration.mesh,
             stages=stages,
             inputs=_inputs(self.graph),
+            shardings=shardings,
+            notes=self._plan_notes(local, configuration.tp),
             prediction=Prediction(
                 step_seconds=simulation.step_seconds,
                 bubble=simulation.bubble,
@@ -430,6 +507,34 @@ class _Searcher:
             ),
         )  # fmt: skip
 
+    def _plan_shardings(
+        self, local: ShardedGraph, configuration: Configuration
+    ) -> tuple[tuple[ShardingPlan, ...], tuple[int, ...]]:
+        """The shardings of a plan with what people want to know of them, and which of them each block has."""
+        if configuration.tp == 1:
+            return (), ()
+        plans, plan_of = stored(local.shardings)
+        found: dict[ShardingPlan, int] = {}
+        index_of = []
+        for block, at, sharding, mine in zip(
+            self.graph.blocks, plan_of, local.shardings, local.graph.blocks, strict=True
+        ):
+            told = replace(
+                plans[at],
+                words=parameter_words(self.graph, block, sharding, configuration.tp),
+                collectives=_collectives(local.graph.classes[mine.class_index], configuration.micro_batch),
+            )
+            index_of.append(found.setdefault(told, len(found)))
+        return tuple(found), tuple(index_of)
+
+    def _plan_notes(self, local: ShardedGraph, degree: int) -> tuple[str, ...]:
+        share = replicated_share(self.graph, local.graph, degree) if degree > 1 else 0.0
+        if share <= MENTIONED_SHARE:
+            return ()
+        ruled_out = sorted({node.op for node in self.graph.nodes if list(reads(node)) and not has_rule(node.op)})
+        why = f" (no sharding rule for {', '.join(ruled_out[:5])}{', ...' * (len(ruled_out) > 5)})" if ruled_out else ""
+        return (f"{share:.1%} of the model's FLOP run on all {degree} tensor-parallel ranks alike{why}",)
+
     def _least_memory(self, found: list[Configuration]) -> str:
         """The sentence for a cluster on which nothing fits.
 
@@ -437,7 +542,7 @@ class _Searcher:
         counts.
         """
         by_size = sorted(found, key=lambda c: (-c.micro_batch, c))  # the last of equal keys, the smallest, stays
-        leanest = {(c.pp, c.dp, c.dp_shard, c.schedule): c for c in by_size}
+        leanest = {(c.pp, c.dp, c.tp, c.variant, c.dp_shard, c.schedule): c for c in by_size}
         candidates = [self._candidate(c, ignoring_memory=False) for c in sorted(leanest.values())]
         attempts = [Attempt(str(c.configuration), c.costs, c.problem) for c in candidates]
         fixed = ", ".join(f"{k}={v}" for k, v in asdict(self.pins).items() if v is not None)
@@ -458,6 +563,17 @@ def _with_bound(candidate: _Candidate, found: Bound) -> _Candidate:
         if evaluation.feasible and evaluation.seconds * candidate.weight < candidate.value:
             result = replace(result, choice=choice, value=evaluation.seconds * candidate.weight)
     return result
+
+
+def _collectives(kind: BlockClass, micro_batch: int) -> tuple[CollectivePlan, ...]:
+    """What blocks of a class communicate for one micro-batch, equal ones together."""
+    counts = Counter((made.phase, made.collective, made.num_bytes.at(micro_batch)) for made in kind.collectives)
+    return tuple(
+        CollectivePlan(collective=collective, phase=phase, count=count, num_bytes=num_bytes)
+        for (phase, collective, num_bytes), count in sorted(
+            counts.items(), key=lambda row: (row[0][0] != "forward", row[0])
+        )
+    )
 
 
 def _inputs(graph: Graph) -> tuple[InputSpec, ...]:
