@@ -75,6 +75,32 @@ def test_an_optimizer_that_looks_at_all_parameters_is_refused_in_a_pipeline() ->
     check_elementwise(Normed(parameters()), num_shards=1, num_stages=1)
 
 
+class RowNormed(torch.optim.SGD):
+    """Divides each row of a matrix by its norm."""
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        with torch.no_grad():
+            for p in self.param_groups[0]["params"]:
+                p -= p.grad / p.grad.norm(dim=-1, keepdim=True) if p.ndim > 1 else p.grad
+
+
+@pytest.mark.parametrize("name", ELEMENTWISE)
+def test_an_optimizer_that_works_element_by_element_is_taken_with_tensor_parallelism(name: str) -> None:
+    check_elementwise(ELEMENTWISE[name](parameters()), num_shards=2, num_stages=2, num_parts=4)
+
+
+def test_an_optimizer_that_looks_at_rows_is_refused_where_tensor_parallelism_splits_them() -> None:
+    check_elementwise(RowNormed(parameters()), num_shards=8, num_stages=4)
+
+    said = r"^RowNormed looks at whole tensors, and the plan shards them over 4 ranks.*or plan with tp=1$"
+    with pytest.raises(PlanError, match=said):
+        check_elementwise(RowNormed(parameters()), num_shards=8, num_stages=4, num_parts=4)
+    with pytest.raises(PlanError, match=r"over 8 ranks.*or plan with zero=0 and tp=1$"):
+        check_elementwise(Normed(parameters(), "each"), num_shards=2, num_stages=1, num_parts=4)
+    with pytest.raises(PlanError, match=r"over 4 ranks.*or plan with tp=1$"):
+        check_elementwise(Normed(parameters(), "each"), num_shards=1, num_stages=1, num_parts=4)
+
+
 def test_the_settings_of_each_group_are_tried() -> None:
     first, second, _ = parameters()
     groups = [{"params": [first], "over": "each"}, {"params": [second], "over": "all"}]

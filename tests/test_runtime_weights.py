@@ -23,6 +23,12 @@ pytestmark = pytest.mark.distributed
 
 ZERO3 = Kind(name="ZeRO-3", dp=2, zero=(3,))
 PP2 = Kind(name="PP2", pp=2)
+TP2 = Kind(name="TP2", tp=2, variant="lean")
+SPLIT_ON_FOUR = (
+    Kind(name="TP2xDP2 ZeRO-3", tp=2, dp=2, zero=(3,), variant="lean"),
+    Kind(name="PP2xTP2 ZeRO-1", tp=2, pp=2, zero=(1,), variant="lean"),
+    Kind(name="TP4", tp=4, variant="leanest"),
+)
 
 
 @pytest.fixture(scope="module")
@@ -374,3 +380,54 @@ def test_a_full_disk_leaves_nothing_and_is_told_to_all(two: RankPool, tmp_path: 
             f"rank 0: {folder} cannot be written (No space left on device); make room, or give another directory"
         )
     assert list(folder.iterdir()) == []
+
+
+def _check_read(results: list[dict[str, Any]], name: str, pp: int = 1) -> None:
+    """The values of one device, the loss of two steps, and no byte read but this rank's part of the parameters.
+
+    Buffers are read whole, by the stage and for the state.
+    """
+    model = build(name)
+    buffers = sum(buffer.nbytes for key, buffer in model.named_buffers() if key in model.state_dict())
+    for result in results:
+        assert result["different"] == []
+        assert result["error"] < 1e-9
+        assert result["own"] <= result["read"] <= result["own"] + 2 * buffers
+        assert pp > 1 or result["read"] == result["own"] + 2 * buffers
+
+
+def test_split_weights_are_read_by_part_and_train_as_the_model_that_has_them(two: RankPool, tmp_path: Path) -> None:
+    folder = write(untied(build("hf-gpt2")), tmp_path / "weights")
+
+    results = two.run(_loaded_for_two_steps, "hf-gpt2", TP2, str(folder))
+
+    _check_read(results, "hf-gpt2")
+    everything = sum(p.nbytes for p in build("hf-gpt2").parameters())
+    assert sum(r["own"] for r in results) < 1.6 * everything  # not all is split
+
+
+def _loaded_for_two_steps(name: str, kind: Kind, weights: str) -> dict[str, Any]:
+    return weight_cases.loaded(name, kind, weights, steps=0 if name == "resnet" else 2)  # a batch of it is coupled
+
+
+@pytest.mark.matrix
+@pytest.mark.parametrize("name", ["gpt-tied", "hf-llama", "resnet"])
+@pytest.mark.parametrize("kind", SPLIT_ON_FOUR, ids=lambda kind: kind.name)
+def test_split_weights_on_four_ranks_are_read_drawn_and_written(
+    four: RankPool, two: RankPool, tmp_path: Path, name: str, kind: Kind
+) -> None:
+    """From files, from meta, and to files that another plan reads."""
+    folder = write(untied(build(name)), tmp_path / "weights")
+
+    _check_read(four.run(_loaded_for_two_steps, name, kind, str(folder), timeout_seconds=200), name, kind.pp)
+    for result in four.run(weight_cases.drawn, name, kind, 0 if name == "resnet" else 1):
+        assert result["different"] == []
+        assert result["error"] < 1e-9
+    results = four.run(weight_cases.saved, name, kind, tmp_path / "saved", 20_000, None)
+    state, files = results[0]["state"], results[0]["files"]
+    stored = {n: v for file in files[:-1] for n, v in load_file(tmp_path / "saved" / file).items()}
+    assert set(stored) == set(untied(build(name)))
+    assert all(torch.equal(value, state[n]) for n, value in stored.items())
+    if name != "resnet":
+        for loss in two.run(_losses_from, name, str(tmp_path / "saved")):
+            assert loss == pytest.approx(results[0]["loss"], rel=1e-9)

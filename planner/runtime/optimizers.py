@@ -34,11 +34,14 @@ def named_optimizer(name: str) -> Optimizer:
     return lambda named: make([parameter for _, parameter in named])
 
 
-def check_elementwise(optimizer: torch.optim.Optimizer, *, num_shards: int, num_stages: int) -> None:
+def check_elementwise(
+    optimizer: torch.optim.Optimizer, *, num_shards: int, num_stages: int, num_parts: int = 1
+) -> None:
     """Refuse an optimizer whose update of an element depends on elements that another rank holds.
 
-    It is tried on small tensors, with its own settings: whole, in halves where parameters are sharded, one by one where
-    a pipeline's stages hold different ones. One that cannot be made anew from its settings is not tried.
+    It is tried on small tensors, with its own settings: whole, in halves of the first dim where parameters are sharded,
+    of any dim where tensor parallelism splits them into `num_parts`, one by one where a pipeline's stages hold
+    different ones. One that cannot be made anew from its settings is not tried.
 
     Raises:
         PlanError: the updates differ.
@@ -52,26 +55,42 @@ def check_elementwise(optimizer: torch.optim.Optimizer, *, num_shards: int, num_
         values, gradients = _drawn(shapes, like), _drawn(shapes, like)
         try:
             together = _updated(type(optimizer), settings, values, gradients)
-            halves = [
-                _updated(type(optimizer), settings, [v[part] for v in values], [g[part] for g in gradients])
-                for part in (slice(0, 2), slice(2, 4))
-            ]
+            dims = range(max(map(len, shapes)) if num_parts > 1 else 1)
+            joined = [_in_halves(type(optimizer), settings, values, gradients, dim) for dim in dims]
             alone = [_updated(type(optimizer), settings, [v], [g])[0] for v, g in zip(values, gradients, strict=True)]
         except Exception as error:  # whatever the user's own optimizer needs beside its settings
             _log.debug("%s was not tried on parts of tensors: %s", type(optimizer).__name__, error)
             continue
-        for whole, first, second, single in zip(together, *halves, alone, strict=True):
-            name = type(optimizer).__name__
-            if num_shards > 1 and _differ(torch.cat([first, second]), whole):
+        name = type(optimizer).__name__
+        for dim, halves in enumerate(joined):
+            ranks = (num_shards if dim == 0 else 1) * num_parts
+            if ranks > 1 and any(_differ(half, whole) for half, whole in zip(halves, together, strict=True)):
+                remedies = [remedy for remedy, count in (("zero=0", num_shards), ("tp=1", num_parts)) if count > 1]
                 raise PlanError(
-                    f"{name} looks at whole tensors, and the plan shards them over {num_shards} ranks, each of which "
-                    f"would see its part alone; use {_ELEMENTWISE}, or plan with zero=0"
+                    f"{name} looks at whole tensors, and the plan shards them over {ranks} ranks, each of which would "
+                    f"see its part alone; use {_ELEMENTWISE}, or plan with "
+                    f"{' and '.join(remedies if dim == 0 else remedies[-1:])}"
                 )
-            if num_stages > 1 and _differ(single, whole):
-                raise PlanError(
-                    f"{name} looks at all parameters together, and the plan has {num_stages} pipeline stages, each of "
-                    f"which holds its own; use {_ELEMENTWISE}, or plan with pp=1"
-                )
+        if num_stages > 1 and any(_differ(single, whole) for single, whole in zip(alone, together, strict=True)):
+            raise PlanError(
+                f"{name} looks at all parameters together, and the plan has {num_stages} pipeline stages, each of "
+                f"which holds its own; use {_ELEMENTWISE}, or plan with pp=1"
+            )
+
+
+def _in_halves(
+    kind: Any, settings: Mapping[str, Any], values: Sequence[torch.Tensor], gradients: Sequence[torch.Tensor], dim: int
+) -> list[torch.Tensor]:
+    """The change of each value where two optimizers have a half each of every tensor that has this dim."""
+
+    def half(tensors: Sequence[torch.Tensor], which: int) -> list[torch.Tensor]:
+        return [t.chunk(2, dim)[which].contiguous() if t.ndim > dim else t for t in tensors]
+
+    first, second = (_updated(kind, settings, half(values, i), half(gradients, i)) for i in range(2))
+    return [
+        torch.cat([one, two], dim) if value.ndim > dim else one
+        for value, one, two in zip(values, first, second, strict=True)
+    ]
 
 
 def _drawn(shapes: Sequence[tuple[int, ...]], like: torch.Tensor) -> list[torch.Tensor]:

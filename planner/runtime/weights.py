@@ -17,13 +17,14 @@ from typing import Any
 import torch
 from torch import distributed as dist
 from torch import nn
-from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor import DTensor
 
 from planner.errors import ModelError, PlanError, PlannerError, RunError
 from planner.graph import Graph, reads
 from planner.plan import Plan
 from planner.runtime.execute import Engine, Owned, stage_positions, stages_of_parameters
 from planner.runtime.initialise import Init, Initialiser, named_tensors, uninitialised
+from planner.runtime.parts import TensorParallel, parts_of, whole
 from planner.runtime.weight_files import (
     Entry,
     FilePlan,
@@ -39,7 +40,8 @@ from planner.runtime.weight_files import (
     raw,
     removed_on_failure,
 )
-from planner.runtime.zero import local, master_dtype, whole
+from planner.runtime.zero import local, master_dtype
+from planner.shard.placement import R
 
 _log = logging.getLogger(__name__)
 DEFAULT_SHARD_BYTES = 5 * 10**9  # of a file; what Hugging Face writes
@@ -120,9 +122,16 @@ class Values:
             return torch.zeros_like(self._tensors[name], device="cpu").detach()[where]
         return drawn[where]
 
-    def buffer(self, name: str, device: torch.device) -> torch.Tensor:
-        """A buffer in full on `device`: the model's own object if it is there already."""
+    def buffer(self, name: str, device: torch.device, parallel: TensorParallel | None = None) -> torch.Tensor:
+        """A buffer on `device`: the model's own object if it is there already; of one that is split, this rank's part.
+
+        Raises:
+            PlanError: the placement does not fit.
+        """
         own = self._tensors[name]
+        if parallel is not None and parallel.of(name).is_split:
+            parallel.check(name, own.shape)
+            return parallel.cut(name, self.read(name)).to(device, own.dtype)
         if own.is_meta:
             return self.read(name).to(device, copy=True)
         value = own.to(device)
@@ -264,28 +273,39 @@ def check_attributes(model: nn.Module) -> None:
 
 
 def take(
-    model: nn.Module, plan: Plan, graph: Graph, index: int, device: torch.device, *, values: Values, wrapped: bool
-) -> Mapping[int, torch.Tensor]:
+    model: nn.Module, plan: Plan, graph: Graph, index: int, device: torch.device, *, values: Values, wrapped: bool,
+    parallel: TensorParallel | None = None,
+) -> Mapping[int, torch.Tensor]:  # fmt: skip
     """Parameters of this rank's stage and, made when first asked for, buffers, by tensor index.
 
     The model's own objects where device, dtype and layout are right already; what has no value yet is on meta, for
-    `fill`. Buffers are on `device`, with their values.
+    `fill`. Buffers are on `device`, with their values. With `parallel` all parameters are DTensors on its axis, and
+    buffers are this rank's part.
+
+    Raises:
+        PlanError: a placement does not fit.
+        ModelError: as `Values.read`.
     """
     parameters = dict(model.named_parameters())
     dtype = master_dtype(plan.precision)
     mine = {t for p in stage_positions(plan)[index] for t in graph.blocks[p].parameters}
     taken = {
-        t: _as_stored(parameters[graph.tensors[t].name], dtype, device, wrapped=wrapped)
+        t: _as_stored(
+            graph.tensors[t].name, parameters[graph.tensors[t].name], dtype, device, wrapped=wrapped, parallel=parallel
+        )
         for t in sorted(mine)
         if graph.tensors[t].kind == "parameter"
     }
     names = {id(buffer): name for name, buffer in model.named_buffers()}
     aliases = {name: names[id(buffer)] for name, buffer in model.named_buffers(remove_duplicate=False)}
     buffers = {t: aliases[described.name] for t, described in enumerate(graph.tensors) if described.kind == "buffer"}
-    result = _Taken(taken, buffers, values, device)
+    result = _Taken(taken, buffers, values, device, parallel)
     read = {t for p in stage_positions(plan)[index] for t in graph.blocks[p].buffers}
-    read |= {t for n in graph.prelude.nodes for t in reads(graph.nodes[n])}
-    for tensor in sorted(read & buffers.keys()):  # here a failure can still be told to all ranks
+    read_whole = {t for n in graph.prelude.nodes for t in reads(graph.nodes[n])}
+    for tensor in sorted(read_whole & buffers.keys()):
+        if parallel is not None and parallel.of(buffers[tensor]).is_split:
+            raise PlanError(f"the plan splits {buffers[tensor]}, which every stage reads whole; plan again")
+    for tensor in sorted((read | read_whole) & buffers.keys()):  # here a failure can still be told to all ranks
         result[tensor]
     return result
 
@@ -294,19 +314,21 @@ class _Taken(Mapping[int, torch.Tensor]):
     """The tensors of a stage; a buffer that no block of it reads is never made."""
 
     def __init__(
-        self, parameters: dict[int, nn.Parameter], buffers: dict[int, str], values: Values, device: torch.device
-    ) -> None:
+        self, parameters: dict[int, nn.Parameter], buffers: dict[int, str], values: Values, device: torch.device,
+        parallel: TensorParallel | None,
+    ) -> None:  # fmt: skip
         self._made: dict[int, torch.Tensor] = dict(parameters)
         self._buffers = buffers
         self._values = values
         self._device = device
+        self._parallel = parallel
         self._by_name: dict[str, torch.Tensor] = {}
 
     def __getitem__(self, tensor: int) -> torch.Tensor:
         if tensor not in self._made:
             name = self._buffers[tensor]
             if name not in self._by_name:
-                self._by_name[name] = self._values.buffer(name, self._device)
+                self._by_name[name] = self._values.buffer(name, self._device, self._parallel)
             self._made[tensor] = self._by_name[name]
         return self._made[tensor]
 
@@ -317,7 +339,10 @@ class _Taken(Mapping[int, torch.Tensor]):
         return len({**self._made, **self._buffers})
 
 
-def fill(root: nn.Module, owned: Iterable[Owned], values: Values, device: torch.device) -> None:
+def fill(
+    root: nn.Module, owned: Iterable[Owned], values: Values, device: torch.device,
+    parallel: TensorParallel | None = None,
+) -> None:  # fmt: skip
     """Put into the parameters below `root` what is not the model's own, each rank its part.
 
     Raises:
@@ -326,15 +351,17 @@ def fill(root: nn.Module, owned: Iterable[Owned], values: Values, device: torch.
     _allocate(root, device)
     with torch.no_grad():
         for mine in sorted(owned, key=lambda mine: values.position(mine.name)):
-            if values.is_own(mine.name):
-                continue
             parameter = mine.parameter
             part = local(parameter)
-            if parameter.ndim == values.ndim(mine.name):
-                value = values.read(mine.name, _part_of(parameter))
-            else:  # a stored scalar
-                value = values.read(mine.name).reshape(parameter.shape)[_part_of(parameter)]
-            part.copy_(value)
+            if values.is_own(mine.name) or not part.numel():
+                continue
+            placement = R if parallel is None else parallel.of(mine.name)
+            is_scalar = parameter.ndim != values.ndim(mine.name)  # stored with a dim
+            for here, there in parts_of(parameter, placement):
+                if is_scalar:
+                    part[here].copy_(values.read(mine.name).reshape(parameter.shape)[there])
+                else:
+                    part[here].copy_(values.read(mine.name, there))
 
 
 def _allocate(root: nn.Module, device: torch.device) -> None:
@@ -356,31 +383,27 @@ def _off_meta(device: torch.device, tensor: torch.Tensor) -> torch.Tensor:
     return torch.empty_like(tensor, device=device) if tensor.is_meta else tensor
 
 
-def _part_of(parameter: torch.Tensor) -> Where:
-    """Which part of the whole parameter this rank holds; `()` for all of it. Chunks are those of `torch.chunk`."""
-    if not isinstance(parameter, DTensor):
-        return ()
-    bounds = [(0, size) for size in parameter.shape]
-    for axis, placement in enumerate(parameter.placements):
-        if isinstance(placement, Shard):
-            start, stop = bounds[placement.dim]
-            ranks, rank = parameter.device_mesh.size(axis), parameter.device_mesh.get_local_rank(axis)
-            chunk = -(-(stop - start) // ranks)
-            bounds[placement.dim] = (min(start + rank * chunk, stop), min(start + (rank + 1) * chunk, stop))
-    if all(bound == (0, size) for bound, size in zip(bounds, parameter.shape, strict=True)):
-        return ()
-    return tuple(slice(*bound) for bound in bounds)
-
-
-def _as_stored(parameter: nn.Parameter, dtype: torch.dtype, device: torch.device, *, wrapped: bool) -> nn.Parameter:
-    """A parameter as the optimizer sees it: master dtype, this device.
+def _as_stored(
+    name: str, parameter: nn.Parameter, dtype: torch.dtype, device: torch.device, *, wrapped: bool,
+    parallel: TensorParallel | None,
+) -> nn.Parameter:  # fmt: skip
+    """A parameter as the optimizer sees it: master dtype, this device, with `parallel` on its axis.
 
     FSDP wants it contiguous and with at least one dim; the blocks read a stored scalar as one.
     """
     kind = dtype if parameter.is_floating_point() else parameter.dtype
-    value = parameter.detach().to("meta" if parameter.is_meta else device, kind)
+    shape = parameter.shape or torch.Size([1] if wrapped else [])
+    value = parameter.detach()
+    if parallel is not None:
+        parallel.check(name, parameter.shape)
+        value = parallel.cut(name, value)
+    value = value.to("meta" if parameter.is_meta else device, kind)
+    if wrapped or parallel is not None:
+        value = value.contiguous()
     if wrapped:
-        value = value.contiguous().reshape(value.shape or (1,))
+        value = value.reshape(value.shape or (1,))
+    if parallel is not None:
+        return nn.Parameter(parallel.distributed(name, value, shape), parameter.requires_grad)
     same = value.data_ptr() == parameter.data_ptr() and value.shape == parameter.shape and not value.is_meta
     if same and value.dtype == parameter.dtype and value.stride() == parameter.stride():
         return parameter
@@ -407,7 +430,9 @@ def release(model: nn.Module, engine: Engine, graph: Graph) -> None:
 class StateTemplate:
     """What the plain model's `state_dict` has: its keys, and where each value is now."""
 
-    def __init__(self, model: nn.Module, plan: Plan, graph: Graph, values: Values) -> None:
+    def __init__(
+        self, model: nn.Module, plan: Plan, graph: Graph, values: Values, parallel: TensorParallel | None = None
+    ) -> None:
         """Values that no stage holds are read now: parameters that nothing reads, buffers that nothing writes.
 
         Raises:
@@ -415,6 +440,7 @@ class StateTemplate:
         """
         names = {id(p): name for name, p in model.named_parameters()}
         buffers = {id(b): name for name, b in model.named_buffers()}
+        self._parallel = parallel
         self._dtype = master_dtype(plan.precision)
         self._keys: list[tuple[str, str, Any]] = []  # key, name of the parameter or buffer, value
         self._shapes = {name: tuple(p.shape) for name, p in model.named_parameters()}
@@ -461,7 +487,7 @@ class StateTemplate:
 
         for name, stage in self._stage_of.items():
             value = (
-                self._whole(owned[name])
+                self.whole(owned[name])
                 if me == stage
                 else torch.empty(self._shapes[name], dtype=self._kinds[name], device=device)
             )
@@ -471,7 +497,7 @@ class StateTemplate:
         for _, name, value in self._keys:
             if name in self._written:
                 stage = self._written[name]
-                mine = current[name] if me == stage else torch.empty_like(value, device=device)
+                mine = self._held(name, current) if me == stage else torch.empty_like(value, device=device)
                 exchange(name, mine.detach().contiguous(), stage)
         return {key: _plain(values.get(name, value)) for key, name, value in self._keys} if keeps else {}
 
@@ -576,7 +602,7 @@ class StateTemplate:
                 except (OSError, PlannerError) as error:
                     failure = error
             for name, entry in file.tensors:
-                value = self._whole(owned[name]) if name in owned else self._held(name, current)
+                value = self.whole(owned[name]) if name in owned else self._held(name, current)
                 if out is None or failure is not None:
                     continue
                 try:
@@ -585,14 +611,22 @@ class StateTemplate:
                     failure = error
         return failure
 
-    def _whole(self, owned: Owned) -> torch.Tensor:
-        """The full parameter in its own shape; a collective of its data-parallel ranks if it is sharded."""
-        return whole(owned.parameter).reshape(self._shapes[owned.name]).contiguous()
+    def whole(self, owned: Owned, value: torch.Tensor | None = None) -> torch.Tensor:
+        """The full parameter, or `value` held like it (its gradient), as the model has it.
+
+        A collective of all ranks that hold parts of it.
+        """
+        placement = R if self._parallel is None else self._parallel.of(owned.name)
+        full = whole(owned.parameter if value is None else value, placement)
+        return full.reshape(self._shapes[owned.name]).contiguous()
 
     def _held(self, name: str, current: Mapping[str, torch.Tensor]) -> torch.Tensor:
+        """The full value of what is no owned parameter; a collective of `tp` for a buffer that is split and written."""
         if name in self._unused:
             return self._unused[name]
-        return current[name] if name in current else self._constant[name]
+        if name not in current:
+            return self._constant[name]
+        return current[name] if self._parallel is None else self._parallel.gathered(name, current[name])
 
 
 def _unwritable(folder: Path, error: OSError) -> RunError:

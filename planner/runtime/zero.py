@@ -180,13 +180,6 @@ def local(tensor: torch.Tensor) -> torch.Tensor:
         return tensor if to_local is None else cast("torch.Tensor", to_local())
 
 
-def whole(tensor: torch.Tensor) -> torch.Tensor:
-    """The full tensor; a collective of its data-parallel ranks if it is sharded."""
-    with torch.no_grad():
-        full_tensor = getattr(tensor, "full_tensor", None)
-        return tensor.detach() if full_tensor is None else cast("torch.Tensor", full_tensor())
-
-
 def fsdp_modules(root: nn.Module) -> Iterator[FSDPModule]:
     """Every wrapped module inside `root`, itself included."""
     for module in root.modules():
