@@ -18,6 +18,9 @@ from planner.graph import Graph
 from planner.plan import BlockPlan, InputSpec, Mesh, Plan, Prediction, StagePlan
 from planner.runtime import Trainer, apply, apply_plan
 from planner.runtime.execute import GraphEngine, stage_positions
+from planner.shard.placement import Sharding
+from planner.shard.program import Prices, variants
+from planner.shard.stored import stored
 from planner.trace import trace
 from tests import models
 from tests.distributed_references import MAX_GRAD_NORM, SAMPLES, STEPS
@@ -51,10 +54,12 @@ class Kind:
     schedule: Literal["gpipe", "1f1b"] = "1f1b"
     sizes: Sequence[int] = ()  # blocks of all stages but the longest, which takes the rest; empty: about equal
     longest: int = 0
+    tp: int = 1
+    variant: str = "fast"  # of those that are found for tp; the last one if there is none of the name
 
     @property
     def world_size(self) -> int:
-        return self.pp * self.dp
+        return self.pp * self.dp * self.tp
 
 
 KINDS = {
@@ -93,6 +98,21 @@ KINDS = {
         Kind(name="PP2xDP4 GPipe ZeRO-2", pp=2, dp=4, zero=(2,), schedule="gpipe"),
         Kind(name="PP2xHSDP 2x2 ZeRO-1", pp=2, dp=4, shards=2, zero=(1,)),
         Kind(name="PP2xHSDP 2x2 ZeRO-3", pp=2, dp=4, shards=2, zero=(3,)),
+        Kind(name="TP2", tp=2),
+        Kind(name="TP2 lean, recompute", tp=2, variant="lean", recompute=("full",)),
+        Kind(name="TP4 leanest", tp=4, variant="leanest"),
+        Kind(name="TP2xDP2 ZeRO-0", tp=2, dp=2, variant="leanest"),
+        Kind(name="TP2xDP2 ZeRO-1", tp=2, dp=2, zero=(1,)),
+        Kind(name="TP2xDP2 ZeRO-2", tp=2, dp=2, zero=(2,), variant="leanest"),
+        Kind(name="TP2xDP2 ZeRO-3, recompute", tp=2, dp=2, zero=(3,), variant="leanest", recompute=("full", "none")),
+        Kind(name="PP2xTP2 1F1B, recompute", pp=2, tp=2, variant="leanest", recompute=("none", "full")),
+        Kind(name="PP2xTP2 GPipe", pp=2, tp=2, schedule="gpipe"),
+        Kind(name="PP2xDP2xTP2 ZeRO-1", pp=2, dp=2, tp=2, zero=(1,), variant="lean"),
+        Kind(
+            name="PP2xDP2xTP2 ZeRO-3, recompute", pp=2, dp=2, tp=2, zero=(3,), variant="leanest",
+            recompute=("full", "none"),
+        ),
+        Kind(name="HSDP 2x2xTP2 ZeRO 1/3/2 mixed", dp=4, shards=2, tp=2, zero=(1, 3, 2), variant="leanest"),
     )
 }  # fmt: skip
 NUM_MICROBATCHES = 6  # not a power of two
@@ -128,10 +148,16 @@ def make_plan(
     for _, readers in graph.tie_groups:
         for reader in readers:
             zeros[reader] = zeros[readers[0]]
+    shardings: Sequence[Any] = ()
+    of_block: Sequence[int | None] = [None] * count
+    if kind.tp > 1:
+        shardings, of_block = stored(found_shardings(graph, kind.tp, kind.variant))
     plans = [
-        BlockPlan(name=block.name, zero=zeros[i], recompute=kind.recompute[i % len(kind.recompute)])
+        BlockPlan(
+            name=block.name, zero=zeros[i], recompute=kind.recompute[i % len(kind.recompute)], sharding=of_block[i]
+        )
         for i, block in enumerate(graph.blocks)
-    ]
+    ]  # fmt: skip
     starts = [sum(sizes[:i]) for i in range(kind.pp)]
     shards = kind.shards or (1 if kind.zero[0] == 0 else kind.dp)
     fields: dict[str, Any] = {
@@ -145,7 +171,8 @@ def make_plan(
         "micro_batch": global_batch // kind.dp // num_microbatches,
         "num_microbatches": num_microbatches,
         "schedule": kind.schedule,
-        "mesh": Mesh(pp=kind.pp, dp_replicate=kind.dp // shards, dp_shard=shards),
+        "mesh": Mesh(pp=kind.pp, dp_replicate=kind.dp // shards, dp_shard=shards, tp=kind.tp),
+        "shardings": shardings,
         "stages": tuple(
             StagePlan(blocks=tuple(plans[a : a + n])) for a, n in zip(starts, sizes, strict=True)
         ),
@@ -154,6 +181,18 @@ def make_plan(
         ),
     }  # fmt: skip
     return Plan(**(fields | changes))
+
+
+PRICES = Prices(  # of a machine that is slow enough for tiny models to be worth splitting
+    flop_per_second=1e9, bytes_per_second=1e9, kernel_seconds=0.0,
+    collective_seconds=lambda _, num_bytes: 1e-9 * num_bytes, micro_batch=2, num_microbatches=NUM_MICROBATCHES,
+)  # fmt: skip
+
+
+def found_shardings(graph: Graph, degree: int, name: str) -> tuple[Sharding, ...]:
+    """One of the ways that are found to split the blocks of a graph."""
+    found = variants(graph, degree, PRICES)
+    return next((variant for variant in found if variant.name == name), found[-1]).shardings
 
 
 @cache

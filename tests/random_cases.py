@@ -104,9 +104,11 @@ def trainer_of(what: tuple[str, ...], kind: Kind, num_microbatches: int, **optio
     return apply_plan(plan, Noisy(what).double(), graph=graph, optimizer=models.sgd, **options)
 
 
-def train(kind: Kind, num_microbatches: int, seed: int = 0) -> tuple[list[float], dict[str, Tensor]]:
+def train(
+    kind: Kind, num_microbatches: int, seed: int = 0, what: Sequence[str] = WHAT
+) -> tuple[list[float], dict[str, Tensor]]:
     """Losses of three steps of a model with a layer of every kind, and the parameters after them."""
-    trainer = trainer_of(WHAT, kind, num_microbatches, seed=seed)
+    trainer = trainer_of(tuple(what), kind, num_microbatches, seed=seed)
     torch.manual_seed(dist.get_rank())  # must not matter, nor be disturbed
     before = torch.get_rng_state()
     losses = [trainer.step(own_part(batch_of(step), trainer)) for step in range(STEPS)]

@@ -57,6 +57,9 @@ KINDS = {
     "PP2": Kind(name="", pp=2, recompute=("full", "none")),
     "PP2xDP2 ZeRO-1": Kind(name="", pp=2, dp=2, zero=(1,)),
     "PP2xDP2 ZeRO-3": Kind(name="", pp=2, dp=2, zero=(3,), recompute=("full",)),
+    "TP2": Kind(name="", tp=2, variant="leanest", recompute=("none", "full")),
+    "TP2xDP2 ZeRO-1": Kind(name="", tp=2, dp=2, zero=(1,)),
+    "TP2xPP2": Kind(name="", tp=2, pp=2, variant="leanest"),
 }
 
 
@@ -280,7 +283,10 @@ def own_loop(parts: Sequence[str], kind: Kind) -> list[float]:
     return [*errors, max(errors_of(trainer, eager))]
 
 
-@pytest.mark.parametrize("kind", ["ZeRO-0", "ZeRO-1", "ZeRO-3", "PP2", "PP2xDP2 ZeRO-1", "PP2xDP2 ZeRO-3"])
+@pytest.mark.parametrize(
+    "kind",
+    ["ZeRO-0", "ZeRO-1", "ZeRO-3", "PP2", "PP2xDP2 ZeRO-1", "PP2xDP2 ZeRO-3", "TP2", "TP2xDP2 ZeRO-1", "TP2xPP2"],
+)
 def test_a_loop_of_ones_own_accumulates_as_eager_does(two: RankPool, four: RankPool, kind: str) -> None:
     pool = {2: two, 4: four}[KINDS[kind].world_size]
 
@@ -330,7 +336,8 @@ def evaluated(parts: Sequence[str], kind: Kind) -> list[float]:
 
 
 @pytest.mark.parametrize(
-    "kind", ["one device", "ZeRO-0", "ZeRO-1", "ZeRO-3", "PP2", "PP2xDP2 ZeRO-1", "PP2xDP2 ZeRO-3"]
+    "kind",
+    ["one device", "ZeRO-0", "ZeRO-1", "ZeRO-3", "PP2", "PP2xDP2 ZeRO-1", "PP2xDP2 ZeRO-3", "TP2", "TP2xPP2"],
 )
 def test_evaluation_equals_the_eager_module_in_eval_mode(
     one: RankPool, two: RankPool, four: RankPool, kind: str

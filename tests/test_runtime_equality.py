@@ -63,6 +63,19 @@ QUICK = [
     ("llama", "PP2xDP4 GPipe ZeRO-2", "sgd"),
     ("gpt", "PP2xHSDP 2x2 ZeRO-1", "sgd"),
     ("gpt-tied", "PP2xHSDP 2x2 ZeRO-3", "adamw"),
+    ("llama", "TP2", "adamw"),
+    ("t5", "TP2 lean, recompute", "sgd"),
+    ("unet", "TP2 lean, recompute", "sgd"),
+    ("vit", "TP4 leanest", "adamw"),
+    ("gpt", "TP2xDP2 ZeRO-0", "sgd"),
+    ("hf-gpt2", "TP2xDP2 ZeRO-1", "adamw"),
+    ("resnet", "TP2xDP2 ZeRO-2", "sgd"),
+    ("moe", "TP2xDP2 ZeRO-3, recompute", "sgd"),
+    ("gpt-tied", "PP2xTP2 1F1B, recompute", "adamw"),
+    ("resnet", "PP2xTP2 GPipe", "sgd"),
+    ("bert", "PP2xDP2xTP2 ZeRO-1", "sgd"),
+    ("gpt-tied", "PP2xDP2xTP2 ZeRO-3, recompute", "adamw"),
+    ("llama", "HSDP 2x2xTP2 ZeRO 1/3/2 mixed", "sgd"),
 ]
 WHOLE = [(m, k, o) for k in KINDS for m in models.MODELS for o in models.OPTIMIZERS if (m, k, o) not in QUICK]
 

@@ -9,7 +9,7 @@ registered parameters, for any number of samples.
 
 import operator
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from types import TracebackType
@@ -21,6 +21,7 @@ from torch.utils.checkpoint import checkpoint
 
 from planner.errors import PlanError
 from planner.graph import Arg, Batch, Block, Graph, Node, reads
+from planner.runtime.peers import ALONE, Peers, held
 from planner.runtime.random import Draw, Draws
 from planner.trace import MEAN_LOSSES
 from planner.trace.aten import materialize, run_nodes, torch_operator
@@ -75,7 +76,7 @@ class Program:
 
     def __call__(self, args: Sequence[torch.Tensor], micro_batch: int, draws: Draws | None) -> tuple[torch.Tensor, ...]:
         """The outputs, with the parameters and buffers that are registered now."""
-        attributes = [getattr(module, leaf) for module, leaf in self.sites.values()]
+        attributes = [held(getattr(module, leaf)) for module, leaf in self.sites.values()]
         result: tuple[torch.Tensor, ...] = self.code.forward(micro_batch, draws, *args, *attributes, *self.constants)
         return result
 
@@ -104,13 +105,14 @@ class Lowered(nn.Module):
         attributes: Mapping[int, torch.Tensor],
         micro_batch: int,
         device: torch.device,
+        peers: Peers = ALONE,
     ) -> None:
         super().__init__()
         self.name = name
         self.micro_batch = micro_batch
         self.device = device
         self.add_module(_PREFIX, nn.Module())
-        self.program = self.compile(graph, nodes, inputs=inputs, outputs=outputs, attributes=attributes)
+        self.program = self.compile(graph, nodes, inputs=inputs, outputs=outputs, attributes=attributes, peers=peers)
 
     @property
     def inputs(self) -> tuple[int, ...]:
@@ -168,10 +170,12 @@ class Lowered(nn.Module):
         inputs: Sequence[int],
         outputs: Sequence[int],
         attributes: Mapping[int, torch.Tensor],
+        peers: Peers = ALONE,
     ) -> Program:
         """Code for `nodes`; what it reads is registered here where it is not yet.
 
-        With `WEIGHTS` among the inputs the loss terms and divisors of the graph are weighed.
+        With `WEIGHTS` among the inputs the loss terms and divisors of the graph are weighed. A graph of one rank's
+        part communicates with its `peers`.
         """
         read = _read_from_outside(graph, nodes, inputs, outputs)
         sites: dict[int, tuple[nn.Module, str]] = {}
@@ -183,7 +187,7 @@ class Lowered(nn.Module):
             else:
                 constants[tensor] = attributes[tensor]
         scalars = [t for t, (m, leaf) in sites.items() if getattr(m, leaf).ndim > len(graph.tensors[t].shape)]
-        code, sources = _generate(graph, nodes, inputs, outputs, [*sites, *constants], scalars, self.device)
+        code, sources = _generate(graph, nodes, inputs, outputs, [*sites, *constants], scalars, self.device, peers)
         written = {t for i in nodes for t in graph.nodes[i].mutates}
         return Program(
             inputs=tuple(inputs),
@@ -285,6 +289,7 @@ def _generate(
     attributes: Sequence[int],
     scalars: Sequence[int],
     device: torch.device,
+    peers: Peers,
 ) -> tuple[fx.GraphModule, dict[str, Node]]:
     """A function (number of samples, draws, inputs, attributes), and the nodes by generated variable.
 
@@ -306,7 +311,7 @@ def _generate(
     for index in nodes:
         node = graph.nodes[index]
         if node.is_random:
-            draw = Draw(graph, index, device=device)
+            draw = Draw(graph, index, device=device, peers=peers)
             modules[f"draw_{index}"] = draw
             call = code.call_module(f"draw_{index}", (draws, 1 * samples, *(env[t] for t in draw.operands)))
         else:
@@ -314,11 +319,14 @@ def _generate(
             args, kwargs = node.args, node.kwargs
             if weighed is not None:
                 args, kwargs = weighed.arguments(node)
-            call = code.call_function(
-                torch_operator(node.op),
-                tuple(materialize(a, operands, cast("int", samples), device) for a in args),  # type: ignore[misc]
-                {k: materialize(a, operands, cast("int", samples), device) for k, a in kwargs},  # type: ignore[misc]
-            )
+            given: Any = tuple(materialize(a, operands, cast("int", samples), device) for a in args)
+            named: Any = {k: materialize(a, operands, cast("int", samples), device) for k, a in kwargs}
+            if node.op in peers.operators:
+                name = node.op.replace(".", "_")
+                modules[name] = _Operator(peers.operators[node.op])
+                call = code.call_module(name, given, named)
+            else:
+                call = code.call_function(torch_operator(node.op), given, named)
         sources[call.name] = node
         for position, tensor_or_none in enumerate(node.outputs):
             if tensor_or_none is None:
@@ -331,6 +339,18 @@ def _generate(
     code.output(tuple(env[tensor] for tensor in outputs))
     with _without_lint_warnings():
         return fx.GraphModule(modules, code), sources
+
+
+class _Operator(nn.Module):
+    """A function that belongs to a rank, which generated code can only call as a module."""
+
+    def __init__(self, function: Callable[..., Any]) -> None:
+        super().__init__()
+        self.function = function
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """What the function returns."""
+        return self.function(*args, **kwargs)
 
 
 class _Weighed:
@@ -486,7 +506,13 @@ class Stage(nn.Module):
         self.draws: Iterator[Draws] = iter(())
 
     def add(
-        self, graph: Graph, *, attributes: Mapping[int, torch.Tensor], device: torch.device, weighed: bool
+        self,
+        graph: Graph,
+        *,
+        attributes: Mapping[int, torch.Tensor],
+        device: torch.device,
+        weighed: bool,
+        peers: Peers = ALONE,
     ) -> StageProgram:
         """A program for another graph of the model, over the same registered parameters."""
         tied = tuple(t for t, d in enumerate(graph.tensors) if d.kind == "parameter" and d.name in self._tied_leaf)
@@ -495,7 +521,12 @@ class Stage(nn.Module):
             inputs, outputs = _block_interface(graph, graph.blocks[position], tied, weighed=weighed)
             programs.append(
                 cast("Lowered", block).compile(
-                    graph, graph.blocks[position].nodes, inputs=inputs, outputs=outputs, attributes=attributes
+                    graph,
+                    graph.blocks[position].nodes,
+                    inputs=inputs,
+                    outputs=outputs,
+                    attributes=attributes,
+                    peers=peers,
                 )
             )
         needed = [t for p in self.positions for t in graph.blocks[p].shared]
@@ -548,7 +579,7 @@ class Stage(nn.Module):
             with torch.no_grad():
                 made = program.prelude(*(env[tensor] for tensor in program.prelude.inputs), micro_batch=micro_batch)
             env.update(zip(program.prelude.outputs, made, strict=True))
-        env.update({t: getattr(self.tied, leaf).reshape(shape) for t, (leaf, shape) in program.tied.items()})
+        env.update({t: held(getattr(self.tied, leaf)).reshape(shape) for t, (leaf, shape) in program.tied.items()})
         for step in program.steps:
             block = cast("Lowered", self.blocks[step.module])
             args = [env[tensor] for tensor in step.program.inputs]
@@ -658,6 +689,7 @@ def lower_block(
     micro_batch: int,
     device: torch.device,
     weighed: bool = False,
+    peers: Peers = ALONE,
 ) -> Lowered:
     """One block as a module. `tied` parameters are inputs; `attributes` has the other tensors.
 
@@ -673,6 +705,7 @@ def lower_block(
         attributes=attributes,
         micro_batch=micro_batch,
         device=device,
+        peers=peers,
     )
 
 
@@ -719,10 +752,12 @@ def lower_prelude(
     )
 
 
-def boundary_examples(graph: Graph, cuts: Sequence[int], micro_batch: int) -> dict[int, tuple[torch.Tensor, ...]]:
+def boundary_examples(
+    graph: Graph, cuts: Sequence[int], micro_batch: int, *, peers: Peers = ALONE
+) -> dict[int, tuple[torch.Tensor, ...]]:
     """What crosses each cut, as meta tensors: shape, dtype and whether it carries a gradient.
 
-    The nodes run once on meta tensors with autograd, so that the answer is torch's own.
+    The nodes run once on meta tensors with autograd, so that the answer is torch's own; `peers` must be pretended ones.
 
     Raises:
         PlanError: an operator does not run on meta tensors.
@@ -740,7 +775,7 @@ def boundary_examples(graph: Graph, cuts: Sequence[int], micro_batch: int) -> di
     nodes = [graph.nodes[i] for i in sorted({*graph.prelude.nodes, *_nodes_of(graph.blocks[: max(cuts) + 1])})]
     for node in nodes:
         try:
-            run_nodes(graph.tensors, [node], env, micro_batch=micro_batch, device=meta)
+            run_nodes(graph.tensors, [node], env, micro_batch=micro_batch, device=meta, replace=peers.operators)
         except NotImplementedError as error:
             raise PlanError(
                 f"{node.source}: operator {node.op} does not run on tensors without data, by which a pipeline learns "

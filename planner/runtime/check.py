@@ -16,6 +16,9 @@ fresh ones are often all zeros or ones, and two of them could not be told apart.
 Before that the eager module runs forward twice: the graph of one that remembers its last call outside of
 buffers is wrong.
 
+With tensor parallelism the blocks of all its ranks run as well, as threads of one process on parts of the same copy,
+and are compared in the same way; an operator that a rank does otherwise is named (see `planner.runtime.split`).
+
 Of a model that is too large for this, the repeats of a block class are left out on both sides.
 """
 
@@ -24,9 +27,10 @@ import gc
 import logging
 import math
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -35,15 +39,29 @@ from torch import distributed as dist
 from torch import fx, nn
 from torch.utils import _pytree as pytree
 
-from planner.errors import CheckError, ModelError
+from planner.errors import CheckError, ModelError, PlanError, SolverError
 from planner.graph import Block, Graph, reads
 from planner.runtime.blocks import Program
 from planner.runtime.samples import sample_batches
-from planner.runtime.sides import Chain, Left, Repeatable, copy_of, repeats, without_chance
+from planner.runtime.sides import (
+    Chain,
+    Left,
+    Repeatable,
+    copy_of,
+    difference,
+    repeats,
+    size_of,
+    tensors_by_name,
+    without_chance,
+)
+from planner.runtime.split import Ranks, Split, fault_of
 from planner.runtime.zero import COMPUTE_DTYPES
+from planner.shard.placement import Sharding
 from planner.trace.batch import LossFunction, call, map_leaves, scalar_loss
 
 _log = logging.getLogger(__name__)
+# Other shardings without splitting some operators: (their names, shardings) -> shardings.
+Replicate = Callable[[Collection[str], Sequence[Sharding]], tuple[Sharding, ...]]
 
 _WIDER = {torch.bfloat16: torch.float32, torch.float16: torch.float32, torch.float32: torch.float64}
 _FACTOR = 3.0  # accepted difference by the rounding error of the eager module
@@ -62,6 +80,11 @@ _CURE = (
     "if the model was changed after it was planned, plan again, else this is a fault of the planner, please report it; "
     "check=False (--no-check) trains all the same"
 )
+_SPLIT_CURE = (
+    "this is a fault of the planner, please report it; check='replicate' (--check replicate) runs this operator whole "
+    "on every rank, check=False (--no-check) trains all the same"
+)
+_MOST_REPLICATED = 8  # operators
 _STATELESS = "keep what it remembers in a buffer and draw with torch; check=False (--no-check) trains all the same"
 
 
@@ -69,7 +92,8 @@ _STATELESS = "keep what it remembers in a buffer and draw with torch; check=Fals
 class CheckReport:
     """What was compared, and how well it agreed; `skipped` says why nothing was.
 
-    `difference` is the largest relative difference of the loss, a gradient or a buffer.
+    `difference` is the largest relative difference of the loss, a gradient or a buffer. `ranks` are those of tensor
+    parallelism that were compared; `replicated` are operators that they do not split, because it would have been wrong.
     """
 
     blocks: int = 0
@@ -78,6 +102,8 @@ class CheckReport:
     difference: float = 0.0
     seconds: float = 0.0
     skipped: str = ""
+    ranks: int = 1
+    replicated: tuple[str, ...] = ()
 
     def __str__(self) -> str:
         if self.skipped:
@@ -85,9 +111,11 @@ class CheckReport:
         which = f"{self.blocks} blocks" if self.blocks == self.of_blocks else (
             f"{self.blocks} of {self.of_blocks} blocks, the others repeat them"
         )  # fmt: skip
+        which += f" on {self.ranks} tensor-parallel ranks" if self.ranks > 1 else ""
+        replicated = f"; {', '.join(self.replicated)} run replicated" if self.replicated else ""
         return (
             f"self-check: loss and {self.gradients} gradients equal the eager module's within {self.difference:.1g} "
-            f"({which}, {self.seconds:.1f} s)"
+            f"({which}, {self.seconds:.1f} s){replicated}"
         )
 
 
@@ -100,20 +128,34 @@ def check_everywhere(
     device: torch.device,
     batch: object = None,
     loss_fn: LossFunction | None = None,
-) -> CheckReport:
-    """`check_blocks` on rank 0; all ranks get its report or raise its error. Collective.
+    shardings: Sequence[Sharding] = (),
+    degree: int = 1,
+    replicate: Replicate | None = None,
+) -> tuple[CheckReport, tuple[Sharding, ...]]:
+    """`check_blocks` on rank 0; all ranks get its report, or raise its error. Collective.
 
-    The plan's fingerprint has already told that all ranks hold the same graph.
+    The plan's fingerprint has already told that all ranks hold the same graph. With `replicate`, an operator that the
+    ranks of tensor parallelism do otherwise than one device is not split: `replicate` makes other shardings without the
+    operators that it is given, which are checked again.
+
+    Returns:
+        The report and the shardings to train by: the given ones, unless operators are `replicated` in the report.
 
     Raises:
         CheckError: the blocks do not compute what the module does.
     """
     found: list[CheckReport | str | None] = [None]
+    split_by = tuple(shardings)
     if dist.get_rank() == 0:
+
+        def check(by: tuple[Sharding, ...]) -> CheckReport:
+            return check_blocks(
+                model, graph, precision=precision, micro_batch=micro_batch, device=device, batch=batch,
+                loss_fn=loss_fn, shardings=by, degree=degree,
+            )  # fmt: skip
+
         try:
-            found[0] = check_blocks(
-                model, graph, precision=precision, micro_batch=micro_batch, device=device, batch=batch, loss_fn=loss_fn
-            )
+            found[0], split_by = _checked_without_faults(check, split_by, replicate)
         except CheckError as error:
             found[0] = str(error)
         except Exception as error:
@@ -126,7 +168,44 @@ def check_everywhere(
         dist.broadcast_object_list(found, src=0, device=device)
     if not isinstance(found[0], CheckReport):
         raise CheckError(str(found[0]))
-    return found[0]
+    if found[0].replicated and dist.get_world_size() > 1:
+        others: list[Any] = [split_by]
+        dist.broadcast_object_list(others, src=0, device=device)
+        split_by = others[0]
+    return found[0], split_by
+
+
+class _OperatorError(CheckError):
+    """A rank of tensor parallelism does an operator otherwise than one device."""
+
+    def __init__(self, sentence: str, operator: str) -> None:
+        super().__init__(sentence)
+        self.operator = operator
+
+
+def _checked_without_faults(
+    check: Callable[[tuple[Sharding, ...]], CheckReport], shardings: tuple[Sharding, ...], replicate: Replicate | None
+) -> tuple[CheckReport, tuple[Sharding, ...]]:
+    """Check, and again without the operators that are at fault.
+
+    Raises:
+        CheckError: the fault is that of no operator, or there are too many.
+    """
+    banned: list[str] = []
+    while True:
+        try:
+            return replace(check(shardings), replicated=tuple(banned)), shardings
+        except _OperatorError as error:
+            if replicate is None or error.operator in banned or len(banned) == _MOST_REPLICATED:
+                raise
+            banned.append(error.operator)
+            try:
+                shardings = replicate(banned, shardings)
+            except (PlanError, SolverError) as reason:
+                raise CheckError(
+                    f"{error}; nor can the model be split without {' and '.join(banned)}: {reason}"
+                ) from error
+            _log.warning("%s; it is run replicated", error)
 
 
 def check_blocks(
@@ -138,11 +217,14 @@ def check_blocks(
     device: torch.device,
     batch: object = None,
     loss_fn: LossFunction | None = None,
+    shardings: Sequence[Sharding] = (),
+    degree: int = 1,
 ) -> CheckReport:
     """Compare the lowered blocks of `graph` with `model` as it is now, on `device`.
 
     Up to two samples are taken: of `batch` where it has values, else random ones. The model, its buffers and torch's
-    generators are left as they are. Parameters on meta take random values.
+    generators are left as they are. Parameters on meta take random values. With `shardings`, one for each block, the
+    blocks of all `degree` ranks of tensor parallelism are compared, too.
 
     Raises:
         CheckError: they differ; names the block, the tensor, the user's line and the relative difference.
@@ -151,12 +233,16 @@ def check_blocks(
         return CheckReport(skipped="the model has no graph, so its own modules are trained and nothing is lowered")
     start = time.perf_counter()
     dtype = COMPUTE_DTYPES[precision]
+    plain = without_chance(graph)
+    split = Split.of(plain, shardings, degree) if shardings else None
     least = 2 if graph.updates_statistics else 1  # batch norm has nothing to do with one
     samples = max(min(2, micro_batch), least)
-    parts = _affordable(model, graph, samples, dtype, device)
-    if samples > least and (isinstance(parts, str) or _flop(graph, parts[0], samples) > _WHOLE_FLOP[device.type]):
+    parts = _affordable(model, graph, samples, dtype, device, split)
+    if samples > least and (
+        isinstance(parts, str) or _flop(graph, parts[0], samples, split) > _WHOLE_FLOP[device.type]
+    ):
         samples = least
-        parts = _affordable(model, graph, samples, dtype, device)
+        parts = _affordable(model, graph, samples, dtype, device, split)
     if isinstance(parts, str):
         return CheckReport(skipped=parts)
     report = CheckReport()
@@ -164,11 +250,11 @@ def check_blocks(
         with _generators_restored(device), torch.inference_mode(False), torch.enable_grad():
             try:
                 report = _compared(
-                    model, without_chance(graph), part, dtype=dtype, samples=samples, device=device, batch=batch,
-                    loss_fn=loss_fn,
+                    model, plain, part, dtype=dtype, samples=samples, device=device, batch=batch,
+                    loss_fn=loss_fn, split=split,
                 )  # fmt: skip
             finally:
-                if _bytes(graph, part, samples, dtype) > _WORTH_COLLECTING:
+                if _bytes(graph, part, samples, dtype, split) > _WORTH_COLLECTING:
                     gc.collect()  # generated modules hold themselves in cycles, and with them their parameters
                 if device.type == "cuda":
                     torch.cuda.empty_cache()
@@ -207,6 +293,7 @@ class _Subject:
     dtype: torch.dtype
     device: torch.device
     loss_fn: LossFunction | None
+    split: Split | None
 
     def fresh(self) -> Any:
         """The batch, as tensors that a model may write into."""
@@ -219,7 +306,12 @@ class _Subject:
 
     def chain(self) -> Chain:
         """The lowered blocks on the parameters and buffers that the copy has now."""
-        return Chain(self.copied, self.graph, self.left, self.samples, self.device)
+        return Chain(tensors_by_name(self.copied), self.graph, self.left, self.samples, self.device)
+
+    def ranks(self) -> Ranks:
+        """The lowered blocks of the ranks of tensor parallelism, on parts of the same."""
+        assert self.split is not None
+        return Ranks(self.copied, self.split, self.left, self.samples, self.device)
 
 
 def _compared(
@@ -232,6 +324,7 @@ def _compared(
     device: torch.device,
     batch: object,
     loss_fn: LossFunction | None,
+    split: Split | None,
 ) -> CheckReport:
     """Run both sides and judge."""
     failure = ""
@@ -240,6 +333,7 @@ def _compared(
             subject = _Subject(
                 copied=copy_of(model, graph, left, samples, dtype, device, spread=spread),
                 graph=graph, left=left, batch=attempt, samples=samples, dtype=dtype, device=device, loss_fn=loss_fn,
+                split=split,
             )  # fmt: skip
             try:
                 eager = _one_run(subject.copied, subject.module_loss)
@@ -296,25 +390,75 @@ def _judged(subject: _Subject, eager: _Run) -> CheckReport:
         raise CheckError(
             f"the lowered blocks fail where the module runs: {_in_words(error)}{notes}; {_CURE}"
         ) from error
-    coarsest = max(subject.dtype, eager.coarsest, key=_unit)
-    enough = _enough(coarsest)
+    judge = _Judge(subject, eager)
     errors = _errors(eager, lowered, graph)
-    worst = max(errors.values(), key=lambda error: math.inf if math.isnan(error) else error)
-    if not worst <= enough:
-        rounding = _rounding(subject, eager)
-        limits = {key: max(enough, _limit(key, rounding, coarsest)) for key in errors}
-        coarser = _coarser(eager, lowered)
-        if coarser or not all(errors[key] <= limits[key] for key in errors):
-            value_limit = enough if coarser else min(limits.values())
-            if left and not _is_left_out_alike(subject, value_limit):
-                return CheckReport(skipped="the repeats of a block cannot be left out of this model")
-            raise CheckError(_sentence(subject, errors, limits, coarser, value_limit))
+    verdict = judge.verdict(errors, _coarser(eager, lowered))
+    if verdict is not None:
+        if left and not _is_left_out_alike(subject, verdict.value_limit):
+            return CheckReport(skipped="the repeats of a block cannot be left out of this model")
+        raise CheckError(_sentence(subject, errors, verdict))
+    worst = _worst(errors)
+    if subject.split is not None:
+        del chain, lowered
+        worst = max(worst, _judged_ranks(subject, eager, judge))
     return CheckReport(
         blocks=len(graph.blocks) - len(left),
         of_blocks=len(graph.blocks),
         gradients=sum(gradient is not None for gradient in eager.gradients.values()),
         difference=worst,
+        ranks=subject.split.degree if subject.split is not None else 1,
     )
+
+
+def _judged_ranks(subject: _Subject, eager: _Run, judge: "_Judge") -> float:
+    """What the ranks of tensor parallelism give beside what the module gave: the largest difference.
+
+    Raises:
+        CheckError: they differ.
+    """
+    try:
+        ranks = subject.ranks()
+        runs = ranks.run(subject.fresh)
+    except Exception as failure:
+        notes = "".join(f" ({note})" for note in getattr(failure, "__notes__", ()))
+        raise _rank_error(subject, math.inf, f"fail where the module runs: {_in_words(failure)}{notes}") from failure
+    worst = 0.0
+    for run in runs:
+        lowered = _Run(loss=run.loss, gradients=run.gradients, buffers=run.buffers, counts=run.counts)
+        errors = _errors(eager, lowered, subject.graph)
+        verdict = judge.verdict(errors, _coarser(eager, lowered))
+        if verdict is not None:
+            what, source, error, allowed = _worst_tensor(subject, errors, verdict)
+            raise _rank_error(
+                subject,
+                verdict.value_limit,
+                f"do not compute what one device does: {what} differs by {error:.2g} of its size, where {allowed:.1g} "
+                f"is allowed ({source})",
+            )
+        worst = max(worst, _worst(errors))
+    return worst
+
+
+def _rank_error(subject: _Subject, limit: float, what: str) -> CheckError:
+    """The error that names the operator if it is found, else says `what` the ranks do."""
+    assert subject.split is not None
+    ranks = f"the {subject.split.degree} tensor-parallel ranks"
+    fault = None
+    with contextlib.suppress(Exception):  # it is an aid; the verdict stands without it
+        fault = fault_of(subject.copied, subject.chain(), subject.ranks(), subject.fresh, limit)
+    if fault is None:
+        return CheckError(f"{ranks} {what}; {_CURE}")
+    block = subject.graph.blocks[fault.block].name
+    by = "" if fault.error is None else f" differs by {fault.error:.2g} of its size, where {limit:.1g} is allowed"
+    if not fault.operator:
+        return CheckError(
+            f"block {block} on {ranks} is not that of one device: {fault.what}{by} ({fault.source}); {_CURE}"
+        )
+    sentence = (
+        f"block {block} on {ranks} does not compute what it does on one device: {fault.words}: {fault.what}{by} "
+        f"({fault.source}); {_SPLIT_CURE}"
+    )
+    return _OperatorError(sentence, fault.operator)
 
 
 def _one_run(copied: nn.Module, run: Callable[[], torch.Tensor]) -> _Run:
@@ -359,16 +503,16 @@ def _generators_restored(device: torch.device) -> Iterator[None]:
 
 
 def _affordable(
-    model: nn.Module, graph: Graph, samples: int, dtype: torch.dtype, device: torch.device
+    model: nn.Module, graph: Graph, samples: int, dtype: torch.dtype, device: torch.device, split: Split | None
 ) -> list[tuple[Left, ...]] | str:
     """The blocks to leave out, none for a small model, and what to try next; or why even that costs too much."""
     free = _free_bytes(device)
     room, kind = _MEMORY_SHARE * free, device.type
-    whole_flop, whole_fits = _flop(graph, (), samples), _bytes(graph, (), samples, dtype) <= room
+    whole_flop, whole_fits = _flop(graph, (), samples, split), _bytes(graph, (), samples, dtype, split) <= room
     if whole_flop <= _WHOLE_FLOP[kind] and whole_fits:
         return [()]
-    left = repeats(model, graph)
-    flop, needed = _flop(graph, left, samples), _bytes(graph, left, samples, dtype)
+    left = repeats(model, graph, None if split is None else split.local)
+    flop, needed = _flop(graph, left, samples, split), _bytes(graph, left, samples, dtype, split)
     if flop > _LEAST_FLOP[kind]:
         return f"one block of each class costs {flop:.1e} FLOP, too many for {kind}"
     if needed > room:
@@ -391,24 +535,71 @@ def _kept(graph: Graph, left: Sequence[Left]) -> Iterator[Block]:
     return (block for position, block in enumerate(graph.blocks) if position not in absent)
 
 
-def _flop(graph: Graph, left: Sequence[Left], samples: int) -> float:
-    return sum(
+def _flop(graph: Graph, left: Sequence[Left], samples: int, split: Split | None) -> float:
+    one = sum(
         graph.classes[block.class_index].flop(phase).at(samples)
         for block in _kept(graph, left)
         for phase in ("forward", "backward")
     )
+    # Three runs of one device are allowed for, one of the ranks comes in addition.
+    return one if split is None else one * (1 + split.flop_ratio())
 
 
-def _bytes(graph: Graph, left: Sequence[Left], samples: int, dtype: torch.dtype) -> float:
-    """Parameters with the gradients of two runs, and what one run keeps for backward."""
-    parameters = {t for block in _kept(graph, left) for t in block.parameters}
+def _bytes(graph: Graph, left: Sequence[Left], samples: int, dtype: torch.dtype, split: Split | None) -> float:
+    """Parameters with the gradients of two runs, and what one run keeps for backward.
+
+    The second run may be that of the ranks, which have parts of the parameters of their own.
+    """
+    kept = list(_kept(graph, left))
+    parameters = {t for block in kept for t in block.parameters}
     elements = sum(graph.tensors[t].num_elements.fixed for t in parameters)
-    return 3 * elements * dtype.itemsize + sum(block.saved.at(samples) for block in _kept(graph, left))
+    saved = sum(block.saved.at(samples) for block in kept)
+    if split is None:
+        return 3 * elements * dtype.itemsize + saved
+    held = max(1.0, 2 * split.bytes_ratio(kept, "parameter"))
+    return (2 + held) * elements * dtype.itemsize + saved * max(1.0, split.bytes_ratio(kept, "activation"))
 
 
 # --- the verdict -----------------------------------------------------------------------------------------------------
 
 _Key = tuple[str, str]  # ("loss" | "gradient" | "buffer", name)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Verdict:
+    """Why two runs are not equal: by how much each tensor may differ, an operator that is `coarser`."""
+
+    limits: Mapping[_Key, float]
+    coarser: str
+    value_limit: float
+
+
+class _Judge:
+    """What may differ from the run of the eager module. Its rounding is measured when it is first asked for."""
+
+    def __init__(self, subject: _Subject, eager: _Run) -> None:
+        self._subject, self._eager = subject, eager
+        self._coarsest = max(subject.dtype, eager.coarsest, key=_unit)
+        self._enough = _enough(self._coarsest)
+
+    @cached_property
+    def _rounding(self) -> dict[_Key, float] | None:
+        return _rounding(self._subject, self._eager)
+
+    def verdict(self, errors: Mapping[_Key, float], coarser: str) -> _Verdict | None:
+        """None where a run differs by no more than rounding explains, and nothing runs in a coarser dtype."""
+        if _worst(errors) <= self._enough:
+            return None
+        limits = {key: max(self._enough, _limit(key, self._rounding, self._coarsest)) for key in errors}
+        if not coarser and all(errors[key] <= limits[key] for key in errors):
+            return None
+        return _Verdict(
+            limits=limits, coarser=coarser, value_limit=self._enough if coarser else min(limits.values())
+        )  # fmt: skip
+
+
+def _worst(errors: Mapping[_Key, float]) -> float:
+    return max(errors.values(), key=lambda error: math.inf if math.isnan(error) else error)
 
 
 def _unit(kind: torch.dtype) -> float:
@@ -426,7 +617,7 @@ def _enough(kind: torch.dtype) -> float:
 
 def _errors(expected: _Run, actual: _Run, graph: Graph) -> dict[_Key, float]:
     """Relative differences of the loss, the gradients and the updated buffers."""
-    result: dict[_Key, float] = {("loss", ""): _difference(expected.loss, actual.loss) / (_size(expected.loss) or 1.0)}
+    result: dict[_Key, float] = {("loss", ""): difference(expected.loss, actual.loss) / (size_of(expected.loss) or 1.0)}
     neighbours: dict[str, set[str]] = {}  # parameters that blocks read together
     for block in graph.blocks:
         names = {graph.tensors[t].name for t in block.parameters}
@@ -436,41 +627,20 @@ def _errors(expected: _Run, actual: _Run, graph: Graph) -> dict[_Key, float]:
 
     def size(name: str) -> float:
         if name not in sizes:
-            sizes[name] = _size(expected.gradients.get(name))
+            sizes[name] = size_of(expected.gradients.get(name))
         return sizes[name]
 
     for name, gradient in expected.gradients.items():
-        difference = _difference(gradient, actual.gradients.get(name))
-        if difference:
+        apart = difference(gradient, actual.gradients.get(name))
+        if apart:
             floor = _SMALLEST * max(map(size, neighbours.get(name, ())), default=0.0)
-            difference /= max(size(name), floor) or 1.0
-        result["gradient", name] = difference
+            apart /= max(size(name), floor) or 1.0
+        result["gradient", name] = apart
     for name in expected.buffers.keys() | actual.buffers.keys():
         one, two = expected.buffers.get(name), actual.buffers.get(name)
         # One that only one side changed is wrong by all of it.
-        result["buffer", name] = 1.0 if one is None or two is None else _difference(one, two) / (_size(one) or 1.0)
+        result["buffer", name] = 1.0 if one is None or two is None else difference(one, two) / (size_of(one) or 1.0)
     return result
-
-
-def _difference(one: torch.Tensor | None, two: torch.Tensor | None) -> float:
-    """Norm of the difference; no gradient is a gradient of zero."""
-    if one is None or two is None:
-        return _size(one if two is None else two)
-    if torch.equal(one, two):
-        return 0.0
-    same = (one == two) | (one.isnan() & two.isnan())  # infinite values too
-    return _size(torch.where(same, 0.0, two.to(_widest(two)) - one.to(_widest(one))))
-
-
-def _widest(value: torch.Tensor) -> torch.dtype:
-    return torch.complex128 if value.is_complex() else torch.float64
-
-
-def _size(value: torch.Tensor | None) -> float:
-    if value is None:
-        return 0.0
-    value = value.detach() if value.is_floating_point() or value.is_complex() else value.double()
-    return float(torch.linalg.vector_norm(value, dtype=_widest(value)))
 
 
 def _rounding(subject: _Subject, eager: _Run) -> dict[_Key, float] | None:
@@ -529,34 +699,42 @@ def _in_words(error: BaseException) -> str:
 # --- where it is -----------------------------------------------------------------------------------------------------
 
 
-def _sentence(
-    subject: _Subject, errors: Mapping[_Key, float], limits: Mapping[_Key, float], coarser: str, value_limit: float
-) -> str:
+def _sentence(subject: _Subject, errors: Mapping[_Key, float], verdict: _Verdict) -> str:
     """What is wrong, where, and by how much.
 
     A wrong value is named by the first module call whose result differs, a wrong gradient by the last block that has
     one: backward comes from the end.
     """
     graph = subject.graph
-    wrong = {key: error for key, error in errors.items() if not error <= limits[key]}
     found = None
     with contextlib.suppress(Exception):  # it is an aid; the verdict stands without it
-        found = _first_wrong_value(subject, value_limit)
+        found = _first_wrong_value(subject, verdict.value_limit)
     if found is not None:
         node, name, error = found
         position = next((p for p, block in enumerate(graph.blocks) if node in block.nodes), -1)
-        what, source, allowed = f"the output of {name}", graph.nodes[node].source, value_limit
+        what, source, allowed = f"the output of {name}", graph.nodes[node].source, verdict.value_limit
     else:
-        position, key = _last(graph, wrong or errors)
-        kind, name = key
-        what = {"loss": "the loss", "gradient": f"the gradient of {name}", "buffer": f"buffer {name}"}[kind]
-        source, error, allowed = _reader(graph, position, name), errors[key], limits[key]
+        position, _ = _last_wrong(graph, errors, verdict)
+        what, source, error, allowed = _worst_tensor(subject, errors, verdict)
     block = f"block {graph.blocks[position].name}" if position >= 0 else "the part that depends on inputs alone"
-    cause = f"{coarser}, and " if coarser else ""
+    cause = f"{verdict.coarser}, and " if verdict.coarser else ""
     return (
         f"{block} does not compute what the eager module does: {cause}{what} differs by {error:.2g} of its size, where "
         f"{allowed:.1g} is allowed ({source}); {_CURE}"
     )
+
+
+def _worst_tensor(subject: _Subject, errors: Mapping[_Key, float], verdict: _Verdict) -> tuple[str, str, float, float]:
+    """The worst tensor of the last block with a wrong one: what it is, the user's line, its error, what is allowed."""
+    position, key = _last_wrong(subject.graph, errors, verdict)
+    kind, name = key
+    what = {"loss": "the loss", "gradient": f"the gradient of {name}", "buffer": f"buffer {name}"}[kind]
+    return what, _reader(subject.graph, position, name), errors[key], verdict.limits[key]
+
+
+def _last_wrong(graph: Graph, errors: Mapping[_Key, float], verdict: _Verdict) -> tuple[int, _Key]:
+    wrong = {key: error for key, error in errors.items() if not error <= verdict.limits[key]}
+    return _last(graph, wrong or errors)
 
 
 def _last(graph: Graph, wrong: Mapping[_Key, float]) -> tuple[int, _Key]:
@@ -628,7 +806,7 @@ def _is_left_out_alike(subject: _Subject, limit: float) -> bool:
 def _least_difference(expected: Sequence[torch.Tensor], actual: Sequence[torch.Tensor]) -> float | None:
     """Relative difference of the two values of one shape that are nearest; None if there are none."""
     return min(
-        (_difference(v, a) / (_size(v) or 1.0) for v in expected for a in actual if v.shape == a.shape), default=None
+        (difference(v, a) / (size_of(v) or 1.0) for v in expected for a in actual if v.shape == a.shape), default=None
     )
 
 

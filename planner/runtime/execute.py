@@ -49,9 +49,11 @@ from planner.runtime.inputs import (
     split,
     tensors_of,
 )
+from planner.runtime.peers import Axis, Part
 from planner.runtime.random import RandomSource
 from planner.runtime.statistics import DataRanks, Recursion, Statistics
 from planner.runtime.zero import ShardedStage, Sharder, local
+from planner.shard.placement import R
 
 SCHEDULES: Mapping[str, type[Schedule1F1B] | type[ScheduleGPipe]] = {"1f1b": Schedule1F1B, "gpipe": ScheduleGPipe}
 
@@ -60,13 +62,15 @@ SCHEDULES: Mapping[str, type[Schedule1F1B] | type[ScheduleGPipe]] = {"1f1b": Sch
 class Owned:
     """A parameter that this rank trains (or keeps, if frozen), and where it is registered.
 
-    `is_counted` is off where an earlier stage counts the same parameter in the gradient norm.
+    `is_counted` is off where an earlier stage counts the same parameter in the gradient norm; `is_split` is on where
+    the ranks of tensor parallelism hold parts of it.
     """
 
     name: str
     module: nn.Module
     leaf: str
     is_counted: bool = True
+    is_split: bool = False
 
     @property
     def parameter(self) -> nn.Parameter:
@@ -91,6 +95,9 @@ class Engine(Protocol):
 
     def evaluate(self, batch: object, outputs: Sequence[str], *, gather: bool) -> "Evaluated":
         """Forward in eval mode without gradients, on any number of samples."""
+
+    def sum_partial(self) -> None:
+        """Add up the gradients of which the ranks of tensor parallelism have parts of the sum."""
 
     def sum_tied(self) -> None:
         """Add up the gradients of parameters that other stages read as well."""
@@ -117,18 +124,24 @@ Retrace = Callable[[Key, object], Graph]
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class _Variant:
-    """One shape of batch: its graph, this stage's program of it, and what its micro-batches weigh."""
+    """One shape of batch: this rank's part of its graph, this stage's program of it, what its micro-batches weigh."""
 
     key: Key
-    graph: Graph
+    part: Part
     program: StageProgram
     weights: Weights
     needs_gradient: dict[int, tuple[bool, ...]] = field(default_factory=dict)  # by cut, of what crosses it
 
     @property
+    def graph(self) -> Graph:
+        """With the sizes of one rank."""
+        return self.part.graph
+
+    @property
     def digest(self) -> int:
-        """A number that variants of different shapes do not share, exact in float64."""
-        return int.from_bytes(hashlib.blake2b(repr(self.key).encode(), digest_size=6).digest())
+        """A number that variants of different shapes, or split otherwise, do not share, exact in float64."""
+        split = "" if self.graph is self.part.whole else self.graph.fingerprint
+        return int.from_bytes(hashlib.blake2b(repr((self.key, split)).encode(), digest_size=6).digest())
 
 
 MOST_VARIANTS = 8  # beside the planned one
@@ -144,17 +157,19 @@ class GraphEngine:
         tensors: Mapping[int, torch.Tensor],
         *,
         mesh: DeviceMesh,
+        axis: Axis,
         sharder: Sharder,
         device: torch.device,
         seed: int = 0,
         retrace: Retrace | None = None,
     ) -> None:
-        """`tensors` are the parameters and buffers of this rank's stage and of the prelude.
+        """`tensors` are the parameters and buffers of this rank's stage and of the prelude, as `axis` holds them.
 
         `retrace` makes the graph of a batch of another form, or for evaluation; without it there are none.
         """
         self.graph = graph
         self.plan = plan
+        self.axis = axis
         self.sharder = sharder
         self.device = device
         self.inputs = Inputs(graph, device=device)
@@ -164,23 +179,26 @@ class GraphEngine:
         self._factor = 1.0  # of a micro-batch's loss in backward
         self.random = RandomSource(seed)
         self._data_ranks = DataRanks.of(mesh)
-        attributes = _Attributes(graph, tensors, device)
+        part = axis.planned
+        attributes = _Attributes(part.graph, tensors, device)
         self._index = index = mesh["pp"].get_local_rank()
         self.stage = self._build(plan, index, attributes, device)
         self._planned = _Variant(
-            key=(self.inputs.form, None, True), graph=graph, program=self.stage.first,
-            weights=Weights(graph, attributes, device),
+            key=(self.inputs.form, None, True), part=part, program=self.stage.first,
+            weights=Weights(part.graph, attributes, device),
         )  # fmt: skip
         self._buffers = attributes.buffers
         self._variants: OrderedDict[Key, _Variant] = OrderedDict()
         self._schedules: dict[tuple[_Variant, int, int], PipelineScheduleSingle] = {}
         readers = stages_of_parameters(plan, graph)
+        self._refuse_uncounted(part)
         self.owned = [
             Owned(
                 name=graph.tensors[tensor].name,
                 module=module,
                 leaf=leaf,
                 is_counted=readers[tensor][0] == index,
+                is_split=axis.is_split(graph.tensors[tensor].name),
             )
             for tensor, (module, leaf) in sorted(self.stage.sites().items())
         ]
@@ -196,6 +214,7 @@ class GraphEngine:
             self._data_ranks,
         )
         self._own_tied: dict[str, torch.Tensor] = {}
+        self._partial = [o for o in self.owned if o.parameter.requires_grad and axis.is_partial(o.name)]
         self._has_gradient: dict[str, bool] = {}  # by tied parameter, whether any stage has one
 
     def run(self, batch: object, scale: float = 1.0) -> torch.Tensor:
@@ -215,6 +234,7 @@ class GraphEngine:
         self._losses.clear()
         self._factor = scale / len(micro_batches)
         self._own_tied = self._without_tied_gradients()
+        self._share_partial()
         self.stage.program = variant.program
         self.stage.draws = iter(self.random.next_step(shares.first_sample, shares.sizes))
         self._statistics.begin()
@@ -246,7 +266,7 @@ class GraphEngine:
         found: dict[str, torch.Tensor] = {}
         if results:
             if with_loss:
-                loss = torch.stack([result[0] for result in results]).double().mean() / len(samples)
+                loss = torch.stack([result[0] for result in results]).double().mean() / (len(samples) * self.axis.size)
             for name, tensor in graph.outputs:
                 position = variant.program.sent.index(tensor)
                 found[name] = torch.cat([r[position] for r in results[:kept]], _batched_dim(graph, tensor))
@@ -254,7 +274,7 @@ class GraphEngine:
         if with_loss:
             dist.all_reduce(loss)
             mean = loss.item()
-        return Evaluated(loss=mean, outputs=self._exchanged(graph, found, samples, gather=gather))
+        return Evaluated(loss=mean, outputs=self._exchanged(variant.part.whole, found, samples, gather=gather))
 
     def _fed(self, batch: object) -> tuple[Fed, _Variant]:
         fed = self.inputs.check(batch)
@@ -276,12 +296,14 @@ class GraphEngine:
             return self._variants[key]
         if self._retrace is None:
             raise RunError(f"the batch has {_shown(key[0])}, the plan was made for {_shown(self.inputs.form)}")
-        graph = self._retrace(key, batch)
-        _check_alike(self.graph, graph, is_trained=key[1] is None)
+        whole = self._retrace(key, batch)
+        _check_alike(self.graph, whole, is_trained=key[1] is None)
+        part = self.axis.part_of(whole)
+        graph = part.graph
         attributes = _Attributes(graph, _Named(graph, self._buffers), self.device)
-        program = self.stage.add(graph, attributes=attributes, device=self.device, weighed=True)
+        program = self.stage.add(graph, attributes=attributes, device=self.device, weighed=True, peers=part.peers)
         variant = _Variant(
-            key=key, graph=graph, program=program, weights=Weights(graph, attributes, self.device)
+            key=key, part=part, program=program, weights=Weights(graph, attributes, self.device)
         )  # fmt: skip
         self._variants[key] = variant
         if len(self._variants) > MOST_VARIANTS:
@@ -295,28 +317,36 @@ class GraphEngine:
             RunError: a rank refuses its batch, or batches do not go together; on all ranks.
         """
         failure: Exception | None = None
-        row = [0.0] * 4
+        row = [0.0] * 5
         try:
             fed, variant = feed()
             weights = variant.weights
-            row = [fed.samples, variant.digest, float(weights.fits_any_form), weights.width]
+            content = fed.digest if self.axis.size > 1 else 0  # exact in float64
+            row = [fed.samples, variant.digest, float(weights.fits_any_form), weights.width, content]
         except Exception as error:
             failure = error
         rows = exchanged(row, failure, self.device)
-        dp = self._data_ranks.size
-        for rank, (samples, digest, fits, width) in enumerate(rows):
-            first = rows[rank % dp]
+        dp, tp = self._data_ranks.size, self.axis.size
+        for rank, (samples, digest, fits, width, values) in enumerate(rows):
+            data_rank = rank // tp % dp
+            first = rows[data_rank * tp]
             if [samples, digest] != first[:2]:
+                are = "stages of one pipeline" if tp == 1 else "of one data rank"
                 raise RunError(
-                    f"ranks {rank % dp} and {rank} are stages of one pipeline and were given different batches "
+                    f"ranks {data_rank * tp} and {rank} are {are} and were given different batches "
                     f"({first[0]:.0f} and {samples:.0f} samples); give all ranks of one data rank the same"
+                )
+            if values != rows[rank - rank % tp][4]:
+                raise RunError(
+                    f"ranks {rank - rank % tp} and {rank} split the tensors of one data rank and were given batches of "
+                    "different values; give all ranks of one data rank the same (trainer.data_rank tells which it is)"
                 )
             if digest != rows[0][1] and (not fits or width != rows[0][3]):
                 raise RunError(
-                    f"data ranks 0 and {rank % dp} were given batches of different shapes, and the loss is not only a "
+                    f"data ranks 0 and {data_rank} were given batches of different shapes, and the loss is not only a "
                     "mean over counted targets; give all data ranks the same sizes"
                 )
-        return fed, variant, tuple(int(samples) for samples, *_ in rows[:dp])
+        return fed, variant, tuple(int(samples) for samples, *_ in rows[: dp * tp : tp])
 
     def _run_pipeline(
         self, variant: _Variant, tensors: Mapping[int, torch.Tensor], weights: torch.Tensor, shares: Shares
@@ -390,14 +420,25 @@ class GraphEngine:
                     shape = shape_of(graph, tensor, samples[rank])
                     value = torch.empty(shape, dtype=dtype_of(graph, tensor), device=self.device)
                 value = value.contiguous()
-                last = (self.plan.mesh.pp - 1) * len(samples) + rank  # ranks count stages first
-                if gather:
-                    dist.broadcast(value, last)
-                elif self.plan.mesh.pp > 1:
-                    dist.broadcast(value, last, group=self._pp_group)
+                last = self.plan.mesh.pp - 1
+                if gather:  # from the first rank that has it; ranks count stages first, then data ranks
+                    dist.broadcast(value, (last * len(samples) + rank) * self.axis.size)
+                elif last:
+                    dist.broadcast(value, group=self._pp_group, group_src=last)
                 parts.append(value)
             result[name] = torch.cat(parts, _batched_dim(graph, tensor))
         return result
+
+    def _share_partial(self) -> None:
+        """Gradients of earlier calls are sums over the axis already: each rank keeps its share for the next sum."""
+        gradients = [local(o.parameter.grad) for o in self._partial if o.parameter.grad is not None]
+        if gradients:
+            torch._foreach_div_(gradients, self.axis.size)
+
+    def sum_partial(self) -> None:
+        """All-reduce the local part of each gradient of which the ranks of the axis have parts of the sum."""
+        with torch.no_grad():
+            self.axis.sum(local(o.parameter.grad) for o in self._partial if o.parameter.grad is not None)
 
     def _without_tied_gradients(self) -> dict[str, torch.Tensor]:
         """Take gradients of shared parameters aside: they are summed over stages already."""
@@ -443,7 +484,8 @@ class GraphEngine:
 
     def _build(self, plan: Plan, index: int, attributes: "_Attributes", device: torch.device) -> Stage:
         """Lower and wrap this rank's blocks one by one, then the stage."""
-        graph, micro_batch = self.graph, plan.micro_batch
+        part, micro_batch = self.axis.planned, plan.micro_batch
+        graph = part.graph
         positions = stage_positions(plan)[index]
         block_plans = plan.stages[index].blocks
         tied = tied_within(graph, positions)
@@ -451,7 +493,7 @@ class GraphEngine:
         for position, block_plan in zip(positions, block_plans, strict=True):
             block = lower_block(
                 graph, graph.blocks[position], tied=tied, attributes=attributes,
-                micro_batch=micro_batch, device=device, weighed=True,
+                micro_batch=micro_batch, device=device, weighed=True, peers=part.peers,
             )  # fmt: skip
             self.sharder.wrap(block, block_plan.zero)
             blocks.append(block)
@@ -472,13 +514,28 @@ class GraphEngine:
         self._driven = self.sharder.for_schedule(stage, zeros)
         return stage
 
+    def _refuse_uncounted(self, part: Part) -> None:
+        """A pipeline sends tensors of fixed sizes.
+
+        Raises:
+            PlanError: it is cut where the size of a tensor depends on values.
+        """
+        for cut in (self.stage.positions.start - 1, self.stage.positions.stop - 1):
+            for tensor in part.graph.carried[cut] if 0 <= cut < len(part.graph.blocks) - 1 else ():
+                placement = part.placements.get(tensor, R)
+                if placement.is_part and not placement.is_split:
+                    raise PlanError(
+                        f"the pipeline is cut after block {part.graph.blocks[cut].name}, where tokens are with their "
+                        "experts, on each rank another number; cut it elsewhere, or plan with pp=1"
+                    )
+
     def _make_schedule(self, variant: _Variant, size: int, count: int) -> PipelineScheduleSingle:
         """Torch's schedule with static shapes: it would otherwise run one real extra step."""
         graph, positions, num_stages = variant.graph, self.stage.positions, self.plan.mesh.pp
         before, after = positions.start - 1, positions.stop - 1
         cuts = [cut for cut in (before, after) if 0 <= cut < len(graph.blocks) - 1]
         if not variant.needs_gradient:
-            examples = boundary_examples(graph, cuts, size)
+            examples = boundary_examples(graph, cuts, size, peers=variant.part.pretended)
             variant.needs_gradient.update({cut: tuple(t.requires_grad for t in examples[cut]) for cut in cuts})
 
         def crossing(cut: int) -> tuple[torch.Tensor, ...]:

@@ -143,6 +143,9 @@ class FallbackEngine:
             found[name] = torch.cat([result[position] for result in results[:kept]])
         return Evaluated(loss=loss, outputs={n: _gathered(v, samples) if gather else v for n, v in found.items()})
 
+    def sum_partial(self) -> None:
+        """Nothing: without a graph no tensor is split."""
+
     def sum_tied(self) -> None:
         """Nothing: one stage holds every parameter once."""
 

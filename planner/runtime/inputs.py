@@ -13,6 +13,7 @@ from planner.graph import Batch, Graph
 from planner.runtime.blocks import dtype_of, lower_prelude, weight_layout
 from planner.trace.batch import Leaf, leaves, map_leaves, settings
 
+_ODD = 0x9E3779B97F4A7C15 - 2**64  # spreads small numbers over 64 bits
 # Names of a batch's tensors with their sizes; None is the batch.
 Form = tuple[tuple[str, tuple[int | None, ...]], ...]
 
@@ -24,6 +25,19 @@ class Fed:
     tensors: Mapping[str, torch.Tensor]
     samples: int
     form: Form
+
+    @property
+    def digest(self) -> int:
+        """A number of 48 bits that batches of different values hardly share; it waits for the device."""
+        total = 0
+        for name, value in sorted(self.tensors.items()):
+            bits = (torch.view_as_real(value) if value.is_complex() else value).contiguous()
+            kind = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[bits.element_size()]
+            numbers = bits.reshape(-1).view(kind).long()
+            places = torch.arange(1, numbers.numel() + 1, device=value.device)
+            mixed = ((numbers + 1) * _ODD * places).sum()  # modulo 2**64, so in any order the same
+            total = (total * 31 + len(name) + int(mixed)) % 2**48
+        return total
 
 
 class Inputs:
@@ -262,7 +276,7 @@ class Weights:
         total, number = sum(shares.samples), shares.num_microbatches
         counts, sums = self._counts(micro_batches[:kept], shares.sizes)
         whole = torch.cat([counts.sum(0), *sums.values()])
-        ranks = dist.get_world_size() // len(shares.samples)  # pipeline ranks of one data rank count the same
+        ranks = dist.get_world_size() // len(shares.samples)  # ranks of one data rank count the same
         dist.all_reduce(whole)
         whole = whole / ranks
         if self.graph.unweighed:

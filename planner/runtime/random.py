@@ -6,6 +6,9 @@ random operators of the graph in order, so a second graph of the model (another 
 has the same random operators. Generators of different kinds of device give different numbers for one seed.
 
 What has no batch dim (a noise that all samples share) is drawn once per step: ranks and micro-batches get the same.
+
+Where a tensor is split over ranks, dropout draws for all of it and each rank takes its part. What a fused kernel draws
+inside itself cannot be had that way: there each rank draws for its part, from a seed of its own.
 """
 
 import hashlib
@@ -18,8 +21,10 @@ import torch
 from torch import nn
 
 from planner.graph import Batch, Graph, reads
-from planner.trace.aten import call_node
+from planner.runtime.peers import ALONE, DROPOUT, Peers
+from planner.trace.aten import call_node, materialize
 from planner.trace.opaque import OPAQUE
+from planner.trace.parallel import piece_of
 
 # Elementwise: keep with probability 1 - p, divide by it.
 _DROPOUT = "aten.dropout.default"
@@ -44,13 +49,13 @@ class Draws:
     step: int
     first_sample: int
 
-    def of_sample(self, operator: int, sample: int) -> int:
-        """The seed of one sample, counted from the first of the micro-batch, in one operator."""
-        return seed_of(self.seed, self.step, operator, self.first_sample + sample)
+    def of_sample(self, operator: int, sample: int, *part: int) -> int:
+        """The seed of one sample, counted from the first of the micro-batch, in one operator; or of one part of it."""
+        return seed_of(self.seed, self.step, operator, self.first_sample + sample, *part)
 
-    def of_step(self, operator: int) -> int:
+    def of_step(self, operator: int, *part: int) -> int:
         """The seed of what all samples of a step share."""
-        return seed_of(self.seed, self.step, operator)
+        return seed_of(self.seed, self.step, operator, *part)
 
 
 class RandomSource:
@@ -94,21 +99,25 @@ class Draw(nn.Module):
     of the samples, the user's own Function) the micro-batch draws as one: as on one device with the same micro-batches.
     """
 
-    def __init__(self, graph: Graph, index: int, *, device: torch.device) -> None:
+    def __init__(self, graph: Graph, index: int, *, device: torch.device, peers: Peers = ALONE) -> None:
         super().__init__()
         self.node = graph.nodes[index]
+        self._peers = peers
         self.operands = tuple(dict.fromkeys(reads(self.node)))
         self.number = sum(node.is_random for node in graph.nodes[:index])
+        # A rank that draws for its part alone has a seed of its own.
+        self._own = (peers.rank,) if self.number in peers.split_draws else ()
         self._device = device
         made = [t for t in self.node.outputs if t is not None]
         places = {t: _Place.of(graph, t) for t in (*self.operands, *made) if graph.tensors[t].is_batched}
+        self._is_part = self.node.op == DROPOUT  # of what one device draws
         self._is_shared = not places
         self._is_in_place = self.node.op.split(".")[1].endswith("_")  # returns the operand that it writes
         self.is_by_sample = (
             bool(places)
             and None not in places.values()
             and all(t in places for t in made)
-            and not any(isinstance(arg, Batch) for arg in self.node.args)  # an order of the samples, say
+            and (self._is_part or not any(isinstance(arg, Batch) for arg in self.node.args))  # an order of samples, say
             and self.node.op != OPAQUE  # whether it treats samples alike is not known
         )
         self._places: Mapping[int, _Place] = {t: p for t, p in places.items() if p is not None}
@@ -119,16 +128,23 @@ class Draw(nn.Module):
         if draws is None:
             return self._result(env, micro_batch)
         if not self.is_by_sample:
-            seed = draws.of_step(self.number) if self._is_shared else draws.of_sample(self.number, 0)
+            own = self._own
+            seed = draws.of_step(self.number, *own) if self._is_shared else draws.of_sample(self.number, 0, *own)
             with seeded(seed, self._device):
+                if self._is_part:
+                    return self._dropped_at_once(operands[0], micro_batch)
                 return self._result(env, micro_batch)
-        if self.node.op in (_DROPOUT, _DROPOUT_IN_PLACE):
+        if self._is_part or self.node.op in (_DROPOUT, _DROPOUT_IN_PLACE):
             return self._dropped(draws, operands[0])
         return self._sample_by_sample(draws, env, micro_batch)
 
     def _result(self, env: Mapping[int, torch.Tensor], micro_batch: int) -> Any:
         """Run the node on whole tensors."""
-        return self._packed(dict(call_node(self.node, env, micro_batch=micro_batch, device=self._device)))
+        return self._packed(dict(self._called(env, micro_batch)))
+
+    def _called(self, env: Mapping[int, torch.Tensor], micro_batch: int) -> Iterator[tuple[int, torch.Tensor]]:
+        operators = self._peers.operators
+        return call_node(self.node, env, micro_batch=micro_batch, device=self._device, replace=operators)
 
     def _packed(self, made: Mapping[int, torch.Tensor]) -> Any:
         results = [None if t is None else made[t] for t in self.node.outputs]
@@ -152,22 +168,38 @@ class Draw(nn.Module):
         one[place.dim] = place.rows
         mask = torch.empty([samples, *one], dtype=torch.bool, device=x.device)
         generator = torch.Generator(x.device)
+        split = self._split(1) if self._is_part else None
         for sample in range(samples):
             generator.manual_seed(draws.of_sample(self.number, sample))
-            mask[sample].bernoulli_(keep, generator=generator)
+            if split is None:
+                mask[sample].bernoulli_(keep, generator=generator)
+            else:
+                all_of_it = torch.empty(split.whole(one), dtype=torch.bool, device=x.device)
+                mask[sample] = split.own(all_of_it.bernoulli_(keep, generator=generator), self._peers)
         return place.merged(mask)
+
+    def _dropped_at_once(self, x: torch.Tensor, micro_batch: int) -> torch.Tensor:
+        """Dropout of all samples by one draw, as the operator on the whole tensor draws it; this rank's part."""
+        split = self._split(micro_batch)
+        ones = torch.ones(split.whole(x.shape), dtype=x.dtype, device=x.device)
+        return x * split.own(torch.ops.aten.dropout.default(ones, self.node.args[1], True), self._peers)
+
+    def _split(self, micro_batch: int) -> "_Split":
+        """How what is dropped is split, in numbers."""
+        numbers: Any = [materialize(arg, {}, micro_batch, self._device) for arg in self.node.args[3:]]
+        return _Split(*numbers)
 
     def _sample_by_sample(self, draws: Draws, env: Mapping[int, torch.Tensor], micro_batch: int) -> Any:
         """Run the node once for every sample: fused kernels draw inside, from torch's own generator."""
         samples = next((self._places[t].samples(x) for t, x in env.items() if t in self._places), micro_batch)
         if samples < 2:
-            with seeded(draws.of_sample(self.number, 0), self._device):
+            with seeded(draws.of_sample(self.number, 0, *self._own), self._device):
                 return self._result(env, micro_batch)
         made: dict[int, list[torch.Tensor]] = {}
         for sample in range(samples):
             part = {t: self._places[t].one(x, sample) if t in self._places else x for t, x in env.items()}
-            with seeded(draws.of_sample(self.number, sample), self._device):
-                for tensor, value in call_node(self.node, part, micro_batch=1, device=self._device):
+            with seeded(draws.of_sample(self.number, sample, *self._own), self._device):
+                for tensor, value in self._called(part, 1):
                     made.setdefault(tensor, []).append(value)
             for tensor in self.node.mutates:
                 self._places[tensor].put(env[tensor], sample, part[tensor])
@@ -218,6 +250,23 @@ class _Place:
             return parts.movedim(0, self.dim).flatten(self.dim, self.dim + 1)
         apart = torch.unflatten(parts, self.dim + 1, (self.runs, self.rows // self.runs))
         return apart.movedim(0, self.dim + 1).flatten(self.dim, self.dim + 2)
+
+
+@dataclass(frozen=True, slots=True)
+class _Split:
+    """A split of a dim over ranks: of the `parts` that it is made of, `repeats` times, each has its piece."""
+
+    dim: int
+    parts: Sequence[int]
+    repeats: int
+
+    def whole(self, shape: Sequence[int]) -> list[int]:
+        """The sizes of the whole of a part."""
+        return [self.repeats * sum(self.parts) if d == self.dim else size for d, size in enumerate(shape)]
+
+    def own(self, whole: torch.Tensor, peers: Peers) -> torch.Tensor:
+        """This rank's part."""
+        return piece_of(whole, self.dim, self.parts, self.repeats, peers.rank, peers.size)
 
 
 class _Masked(torch.autograd.Function):

@@ -5,6 +5,7 @@ input on, the lowered block likewise, so that one block of each class is compare
 """
 
 import math
+import threading
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from copy import deepcopy
@@ -18,7 +19,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from planner.graph import Graph, Ref, reads
 from planner.runtime.blocks import Lowered, constant, lower_block, lower_prelude, shape_of
+from planner.runtime.peers import ALONE, Peers
 from planner.runtime.samples import index_limits
+from planner.shard.localize import Localized
+from planner.shard.placement import R
 from planner.trace.batch import leaves
 
 _SPREAD = 0.1  # relative change of parameters
@@ -209,13 +213,25 @@ class _HandedOn(nn.Module):
         return (args[0].clone(), *args[1:])
 
 
+def tensors_by_name(module: nn.Module) -> dict[str, torch.Tensor]:
+    """Parameters and buffers, the latter under all their names."""
+    return {**dict(module.named_parameters()), **dict(module.named_buffers(remove_duplicate=False))}
+
+
 class Chain:
-    """The lowered blocks in order, on the parameters and buffers of `copied`: what training runs, on one device."""
+    """The lowered blocks in order, on given parameters and buffers: what training runs, on one device."""
 
     def __init__(
-        self, copied: nn.Module, graph: Graph, left: Sequence[Left], samples: int, device: torch.device
+        self,
+        named: Mapping[str, torch.Tensor],
+        graph: Graph,
+        left: Sequence[Left],
+        samples: int,
+        device: torch.device,
+        *,
+        peers: Peers = ALONE,
     ) -> None:
-        named = {**dict(copied.named_parameters()), **dict(copied.named_buffers(remove_duplicate=False))}
+        """`named` are parameters and buffers; those of one rank where the graph is that of one, with its `peers`."""
         absent = {item.position: item for item in left}
         kept = [block for position, block in enumerate(graph.blocks) if position not in absent]
         nodes = [graph.nodes[i] for i in (*graph.prelude.nodes, *(i for block in kept for i in block.nodes))]
@@ -232,7 +248,9 @@ class Chain:
         self.parts: list[Lowered | _HandedOn] = [
             _HandedOn(graph, absent[position])
             if position in absent
-            else lower_block(graph, block, tied=(), attributes=attributes, micro_batch=samples, device=device)
+            else lower_block(
+                graph, block, tied=(), attributes=attributes, micro_batch=samples, device=device, peers=peers
+            )
             for position, block in enumerate(graph.blocks)
         ]
         self.prelude = lower_prelude(
@@ -265,8 +283,11 @@ class Chain:
 # --- what can be left out ---
 
 
-def repeats(model: nn.Module, graph: Graph) -> tuple[Left, ...]:
-    """Blocks that are one call of one module and equal an earlier block, reading shared tensors made alike."""
+def repeats(model: nn.Module, graph: Graph, local: Localized | None = None) -> tuple[Left, ...]:
+    """Blocks that are one call of one module and equal an earlier block, reading shared tensors made alike.
+
+    With the graph of a rank, `local`, they are split alike as well.
+    """
     modules = dict(model.named_modules())
     calls: dict[str, set[int]] = {}
     for index in (i for block in graph.blocks for i in block.nodes):
@@ -281,10 +302,11 @@ def repeats(model: nn.Module, graph: Graph) -> tuple[Left, ...]:
         is_module &= f"{block.name}@1" not in calls
         if not is_module or tied & set(block.parameters):
             continue
-        main = _main(graph, position)
+        main = _main(graph, position, local)
         if main is None:
             continue
-        key = (block.class_index, tuple(made.get(t, t) for t in block.shared))
+        kind = (local.graph if local else graph).blocks[position].class_index
+        key = (kind, tuple(made.get(t, t) for t in block.shared))
         if key in seen:
             result.append(Left(position, seen[key], *main))
         else:
@@ -313,8 +335,9 @@ def _by_recipe(arg: object, made: Mapping[int, int]) -> object:
     return tuple(_by_recipe(item, made) for item in arg) if isinstance(arg, tuple) else (type(arg).__name__, arg)
 
 
-def _main(graph: Graph, position: int) -> tuple[int, int] | None:
-    """(input, output) of a block that have one shape and dtype, the input being new since the block before."""
+def _main(graph: Graph, position: int, local: Localized | None) -> tuple[int, int] | None:
+    """(input, output) of a block that have one shape, dtype and split, the input being new since the block before."""
+    placed = local.placements if local else {}
     block = graph.blocks[position]
     if not position or not block.outputs:
         return None
@@ -322,9 +345,35 @@ def _main(graph: Graph, position: int) -> tuple[int, int] | None:
     for given in block.inputs:
         for made in block.outputs:
             one, two = graph.tensors[given], graph.tensors[made]
-            if given in fresh and (one.shape, one.dtype) == (two.shape, two.dtype):
+            is_alike = (one.shape, one.dtype, placed.get(given, R)) == (two.shape, two.dtype, placed.get(made, R))
+            if given in fresh and is_alike:
                 return given, made
     return None
+
+
+# --- how far two values are apart ---
+
+
+def difference(one: torch.Tensor | None, two: torch.Tensor | None) -> float:
+    """Norm of the difference; no gradient is a gradient of zero."""
+    if one is None or two is None:
+        return size_of(one if two is None else two)
+    if torch.equal(one, two):
+        return 0.0
+    same = (one == two) | (one.isnan() & two.isnan())  # infinite values too
+    return size_of(torch.where(same, 0.0, two.to(_widest(two)) - one.to(_widest(one))))
+
+
+def size_of(value: torch.Tensor | None) -> float:
+    """The norm."""
+    if value is None:
+        return 0.0
+    value = value.detach() if value.is_floating_point() or value.is_complex() else value.double()
+    return float(torch.linalg.vector_norm(value, dtype=_widest(value)))
+
+
+def _widest(value: torch.Tensor) -> torch.dtype:
+    return torch.complex128 if value.is_complex() else torch.float64
 
 
 # --- chance ---
@@ -371,10 +420,12 @@ class Repeatable(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 elif argument.name in named:
                     named[argument.name] = 0.0
         sizes = [tuple(a.shape) if isinstance(a, torch.Tensor) else a for a in given]
-        torch.manual_seed(_SEED + sum(map(ord, f"{func}{sizes}")))
-        return func(*given, **named)
+        with _DRAWING:
+            torch.manual_seed(_SEED + sum(map(ord, f"{func}{sizes}")))
+            return func(*given, **named)
 
 
+_DRAWING = threading.Lock()  # ranks that are threads share torch's generators
 _MOVES = frozenset({
     "aten._to_copy.default", "aten.clone.default", "aten.copy_.default", "aten.detach.default",
     "aten.empty.memory_format", "aten.empty_like.default",

@@ -7,8 +7,10 @@ import math
 import os
 import warnings
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import distributed as dist
@@ -31,6 +33,7 @@ from planner.runtime.fallback import FallbackEngine
 from planner.runtime.initialise import Init
 from planner.runtime.inputs import Form, Inputs
 from planner.runtime.optimizers import Optimizer, check_elementwise, named_optimizer
+from planner.runtime.peers import Axis, replicated
 from planner.runtime.statistics import DataRanks
 from planner.runtime.weight_files import GivenWeights
 from planner.runtime.weights import (
@@ -43,7 +46,9 @@ from planner.runtime.weights import (
     take,
     together,
 )
-from planner.runtime.zero import COMPUTE_DTYPES, Sharder, local, stage_class, whole
+from planner.runtime.zero import COMPUTE_DTYPES, Sharder, local, stage_class
+from planner.shard.placement import Sharding
+from planner.shard.stored import stored
 from planner.trace import Evaluation, leaves, trace
 
 _log = logging.getLogger(__name__)
@@ -75,7 +80,7 @@ class Trainer:
         self.engine = engine
         self.device = device
         self.data_world = plan.mesh.dp
-        self.data_rank = dist.get_rank() % plan.mesh.dp
+        self.data_rank = dist.get_rank() // plan.mesh.tp % plan.mesh.dp
         self.grad_norm = math.nan
         self.check: CheckReport | None = None
         self.weight_bytes_read = 0
@@ -93,7 +98,9 @@ class Trainer:
                 )
             self.optimizer = make(named) if named else None
             if self.optimizer is not None:
-                check_elementwise(self.optimizer, num_shards=plan.mesh.dp_shard, num_stages=plan.mesh.pp)
+                check_elementwise(
+                    self.optimizer, num_shards=plan.mesh.dp_shard, num_stages=plan.mesh.pp, num_parts=plan.mesh.tp
+                )
 
     @property
     def num_steps(self) -> int:
@@ -107,9 +114,10 @@ class Trainer:
     def step(self, batch: object) -> float:
         """Train on one batch: this data rank's `global_batch / data_world` samples, or fewer.
 
-        All pipeline ranks of one data rank give the same batch; data ranks may differ a little in samples, and sequence
-        lengths may change from step to step. Returns the loss of the whole global batch, on every rank: as one device
-        has it, whatever the samples, valid targets and masks of each micro-batch. Gradients stay until the next step.
+        All ranks of one data rank (`data_rank`) give the same batch: those of its pipeline and of tensor parallelism.
+        Data ranks may differ a little in samples, and sequence lengths may change from step to step. Returns the loss
+        of the whole global batch, on every rank: as one device has it, whatever the samples, valid targets and masks of
+        each micro-batch. Gradients stay until the next step.
 
         Raises:
             RunError: the batch does not fit the plan.
@@ -117,7 +125,7 @@ class Trainer:
         self.zero_grad()
         loss = self._run(batch, 1.0)
         # One collective for both: the last stages' mean losses, everyone's squared gradient norm.
-        totals = torch.stack([loss / self.data_world, self._squared_norm()])
+        totals = torch.stack([self._share_of(loss), self._squared_norm()])
         dist.all_reduce(totals)
         mean_loss, squared = totals.tolist()
         self._note_norm(squared)
@@ -135,7 +143,7 @@ class Trainer:
         Raises:
             RunError: the batch does not fit the plan.
         """
-        loss = self._run(batch, scale) / self.data_world
+        loss = self._share_of(self._run(batch, scale))
         dist.all_reduce(loss)
         return loss.item()
 
@@ -178,8 +186,13 @@ class Trainer:
         """Forward and backward; this rank's part of the mean loss."""
         loss = self.engine.run(batch, scale)
         self.engine.after_backward()
+        self.engine.sum_partial()
         self.engine.sum_tied()
         return loss
+
+    def _share_of(self, loss: torch.Tensor) -> torch.Tensor:
+        """What this rank adds to the sum over all ranks that is the loss; ranks that split tensors have it alike."""
+        return loss / (self.data_world * self.plan.mesh.tp)
 
     def _note_norm(self, squared: float) -> None:
         # Replicas hold the same gradient, shards of one gradient add up.
@@ -200,7 +213,7 @@ class Trainer:
     ) -> list[Path]:
         """Write safetensors under the names of the plain model; with Hugging Face's index if they are several files.
 
-        Every rank must call it. The first data rank of each stage writes the tensors of its stage one by one, so that
+        Every rank must call it. The first rank of each stage writes the tensors of its stage one by one, so that
         no rank holds more than its part and one tensor; `directory` must be shared. A tied parameter is written once,
         under its first name, as Hugging Face and `safetensors.torch.load_model` do. Files get their names when all are
         whole. `dtype` converts floating tensors, which else have the dtype of the optimizer's parameters.
@@ -212,7 +225,8 @@ class Trainer:
             RunError: the directory holds weights already or cannot be written.
         """
         return self._template.save(
-            Path(directory), self.engine, stage=self._mesh["pp"].get_local_rank(), is_writer=self.data_rank == 0,
+            Path(directory), self.engine, stage=self._mesh["pp"].get_local_rank(),
+            is_writer=self.data_rank == 0 and self._mesh["tp"].get_local_rank() == 0,
             max_shard_bytes=max_shard_bytes, dtype=dtype,
         )  # fmt: skip
 
@@ -222,18 +236,24 @@ class Trainer:
         Every rank of a stage must call it.
         """
         return {
-            owned.name: whole(owned.parameter.grad).cpu() for owned in self._trained if owned.parameter.grad is not None
+            owned.name: self._template.whole(owned, owned.parameter.grad).cpu()
+            for owned in self._trained
+            if owned.parameter.grad is not None
         }
 
     def _squared_norm(self) -> torch.Tensor:
-        gradients = [
-            local(owned.parameter.grad)
-            for owned in self._trained
-            if owned.parameter.grad is not None and owned.is_counted
-        ]
-        if not gradients:
-            return torch.zeros((), dtype=torch.float64, device=self.device)
-        return nn.utils.get_total_norm(gradients).double().square()
+        """What this rank adds to the sum over all ranks; `_note_norm` undoes that replicas count several times."""
+        total = torch.zeros((), dtype=torch.float64, device=self.device)
+        # Parts of a gradient that tensor parallelism splits add up; of the others each of its ranks has all.
+        for is_split, copies in ((False, self.plan.mesh.tp), (True, 1)):
+            gradients = [
+                local(owned.parameter.grad)
+                for owned in self._trained
+                if owned.parameter.grad is not None and owned.is_counted and owned.is_split == is_split
+            ]
+            if gradients:
+                total += nn.utils.get_total_norm(gradients).double().square() / copies
+        return total
 
     def _clip(self, max_norm: float) -> None:
         """Scale gradients as `torch.nn.utils.clip_grad_norm_` does, by the norm over all ranks."""
@@ -254,7 +274,7 @@ def apply(
     weights: GivenWeights | None = None,
     seed: int = 0,
     init: Init | None = None,
-    check: bool = True,
+    check: bool | Literal["replicate"] = True,
 ) -> Trainer:
     """`apply_plan` with the graph traced anew from `model` and the batch that the plan describes.
 
@@ -321,7 +341,7 @@ def apply_plan(
     weights: GivenWeights | None = None,
     seed: int = 0,
     init: Init | None = None,
-    check: bool = True,
+    check: bool | Literal["replicate"] = True,
     batch: object = None,
 ) -> Trainer:
     """A trainer for `model` by `plan`, on this rank of a torchrun job.
@@ -334,7 +354,9 @@ def apply_plan(
     process. `optimizer` takes a list of (name, parameter) and returns a torch optimizer. `loss_fn` is read by the
     self-check, and where the model has no graph. `seed` is also that of dropout and other random operators: with a
     graph the same elements are dropped whatever the plan. They leave torch's own generator as it is. With `check`, rank
-    0 first compares the lowered blocks with `model` as it is now, on samples of `batch` or random ones.
+    0 first compares the lowered blocks with `model` as it is now, on samples of `batch` or random ones. An operator
+    that tensor-parallel ranks do otherwise than one device is an error; with "replicate" it runs whole on every rank
+    instead, and the trainer's plan says how.
 
     Raises:
         PlanError: the plan is not for this model, graph or number of processes.
@@ -359,18 +381,25 @@ def apply_plan(
     warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a view tensor")
     mesh = init_device_mesh(
         device.type,
-        (plan.mesh.pp, plan.mesh.dp_replicate, plan.mesh.dp_shard),
-        mesh_dim_names=("pp", "dp_replicate", "dp_shard"),
+        (plan.mesh.pp, plan.mesh.dp_replicate, plan.mesh.dp_shard, plan.mesh.tp),
+        mesh_dim_names=("pp", "dp_replicate", "dp_shard", "tp"),
     )
+    with together():
+        axis = Axis(plan, graph, mesh)
     report = None
     if check:
-        report = check_everywhere(
+        report, shardings = check_everywhere(
             model, graph, precision=plan.precision, micro_batch=plan.micro_batch, device=device, batch=batch,
-            loss_fn=loss_fn,
+            loss_fn=loss_fn, shardings=axis.shardings, degree=plan.mesh.tp,
+            replicate=partial(replicated, graph, plan.mesh.tp) if check == "replicate" else None,
         )  # fmt: skip
+        if report.replicated:
+            plan = _with_shardings(plan, shardings)
+            with together():
+                axis = Axis(plan, graph, mesh, replicated=report.replicated)
     sharder = Sharder(_data_mesh(plan, mesh), plan.precision, same_gradients=not graph.fallbacks)
     with together():
-        template = StateTemplate(model, plan, graph, values)
+        template = StateTemplate(model, plan, graph, values, axis.parallel)
     engine: Engine
     if graph.fallbacks:
         engine = FallbackEngine(
@@ -380,13 +409,16 @@ def apply_plan(
     else:
         index = mesh["pp"].get_local_rank()
         with together():
-            tensors = take(model, plan, graph, index, device, values=values, wrapped=sharder.mesh is not None)
+            tensors = take(
+                model, plan, graph, index, device, values=values, wrapped=sharder.mesh is not None,
+                parallel=axis.parallel,
+            )  # fmt: skip
         engine = GraphEngine(
-            plan, graph, tensors, mesh=mesh, sharder=sharder, device=device, seed=seed,
+            plan, graph, tensors, mesh=mesh, axis=axis, sharder=sharder, device=device, seed=seed,
             retrace=_retracer(plan, model, graph, loss_fn),
         )  # fmt: skip
         with together():
-            fill(engine.stage, engine.owned, values, device)
+            fill(engine.stage, engine.owned, values, device, axis.parallel)
         del tensors
         release(model, engine, graph)
     values.refuse_missing()
@@ -402,6 +434,17 @@ def apply_plan(
     trainer.check = report
     trainer.weight_bytes_read = values.bytes_read
     return trainer
+
+
+def _with_shardings(plan: Plan, shardings: Sequence[Sharding]) -> Plan:
+    """The plan with another sharding for each block."""
+    distinct, of_block = stored(shardings)
+    numbers = iter(of_block)
+    stages = tuple(
+        replace(stage, blocks=tuple(replace(block, sharding=next(numbers)) for block in stage.blocks))
+        for stage in plan.stages
+    )
+    return replace(plan, stages=stages, shardings=distinct)
 
 
 def _retracer(plan: Plan, model: nn.Module, graph: Graph, loss_fn: LossFunction | None) -> Retrace:
@@ -445,10 +488,15 @@ def _check_plan(plan: Plan, graph: Graph) -> None:
             "plan again"
         )
     mesh = plan.mesh
-    if mesh.tp > 1 or mesh.cp > 1 or mesh.ep > 1:
+    if mesh.cp > 1 or mesh.ep > 1:
+        raise PlanError(f"the plan uses cp={mesh.cp}, ep={mesh.ep}, which the runtime does not have yet; plan without")
+    if mesh.tp > 1 and graph.fallbacks:
+        raise PlanError(f"{graph.fallbacks[0]}; without a graph nothing can be split over tp={mesh.tp}; plan with tp=1")
+    block = next((block for block in plan.block_plans if (block.sharding is None) == (mesh.tp > 1)), None)
+    if block is not None:
+        says = "does not say" if block.sharding is None else "says"
         raise PlanError(
-            f"the plan uses tp={mesh.tp}, cp={mesh.cp}, ep={mesh.ep}, which the runtime does not "
-            "have yet; plan with tp=1"
+            f"the plan has tp={mesh.tp} and {says} how block {block.name or '(the model)'} is split; plan again"
         )
     if plan.precision not in COMPUTE_DTYPES or _GRAPH_DTYPES.get(graph.dtype) != plan.precision:
         raise PlanError(

@@ -47,7 +47,7 @@ class Job:
     learning_rate: float
     sequence_length: int | None = None
     data: str | None = None
-    check: bool = True
+    check: bool | Literal["replicate"] = True
     weights: str | None = None  # a directory or file
     folder: str = ""  # the launcher's: the plan is there, events and errors go there
 
