@@ -57,6 +57,11 @@ class Communicator(Protocol):
         """The next `sends[r]` rows of `x` go to rank r; the next `receives[r]` of the result came from it."""
 
 
+# Torch 2.13 gave both another name; 2.11 and 2.12 have only the old one.
+_all_gather_single: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+_reduce_scatter_single: Any = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+
+
 class ProcessGroup:
     """The ranks of a torch process group (gloo or nccl)."""
 
@@ -76,13 +81,13 @@ class ProcessGroup:
         if x.dtype == torch.bool:  # gloo has none
             return self.all_gather(x.to(torch.uint8)).to(torch.bool)
         result = x.new_empty((x.shape[0] * self.size, *x.shape[1:]))
-        dist.all_gather_into_tensor(result, x.contiguous(), group=self._group)
+        _all_gather_single(result, x.contiguous(), group=self._group)
         return result
 
     def reduce_scatter(self, x: torch.Tensor) -> torch.Tensor:
         """This rank's piece of the sum."""
         result = x.new_empty((x.shape[0] // self.size, *x.shape[1:]))
-        dist.reduce_scatter_tensor(result, x.contiguous(), group=self._group)
+        _reduce_scatter_single(result, x.contiguous(), group=self._group)
         return result
 
     def all_to_all(self, x: torch.Tensor) -> torch.Tensor:
