@@ -13,7 +13,7 @@ from torch.nn import functional
 
 from planner import collectives
 from planner.cluster import Cluster
-from planner.graph import Graph
+from planner.graph import Graph, reads
 from planner.shard import program
 from planner.shard.localize import localize
 from planner.shard.placement import Placement, R, differentiable, divides, operands_of
@@ -537,6 +537,18 @@ def test_work_and_kept_bytes_are_those_of_the_priced_graph(make):
         assert found == pytest.approx(sum(k.flop.at(3) for k in kernels), rel=1e-9)
         if kernels:
             assert 0.9 * block.saved.at(3) <= num_bytes <= 1.1 * (block.saved + block.input_bytes).at(3)
+
+
+@pytest.mark.parametrize("micro_batch", [1, 8])
+def test_parameters_that_are_split_are_not_gathered_at_each_use(micro_batch):
+    """Sharding by FSDP does that ahead of time; a gathered copy would be kept for backward."""
+    graph = llama()
+    for variant in variants(graph, 8, prices(8, micro_batch=micro_batch)):
+        local = localize(graph, variant.shardings, 8).graph
+        stored = {i for i, tensor in enumerate(local.tensors) if tensor.kind == "parameter"}
+        gathered = [n.name for n in local.nodes if n.op.startswith("planner.gather") and stored & set(reads(n))]
+
+        assert gathered == [], variant.name
 
 
 def test_all_variants_of_a_llama_take_less_than_two_seconds():

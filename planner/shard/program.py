@@ -83,16 +83,19 @@ class Variant:
     shardings: tuple[Sharding, ...]
 
 
-def variants(graph: Graph, degree: int, prices: Prices) -> tuple[Variant, ...]:
+def variants(
+    graph: Graph, degree: int, prices: Prices, *, whole_parameters: bool = False
+) -> tuple[Variant, ...]:
     """The fastest way to run the blocks on `degree` ranks, then leaner ones (fewer bytes held), each once.
 
     `prices.seconds_per_saved_byte` is what a byte is worth in the fastest; in the leaner ones the bytes that are held
-    weigh more. Tied parameters have one placement everywhere.
+    weigh more. Tied parameters have one placement everywhere. With `whole_parameters` that is Q for those that train:
+    every rank has all of each and finds a part of its gradient, so that what is shared out are activations.
 
     Raises:
         SolverError: the solver found nothing, which no model should make it do.
     """
-    problem = _Problem(graph, degree, prices)
+    problem = _Problem(graph, degree, prices, whole_parameters=whole_parameters)
     fast = problem.solve(prices.seconds_per_saved_byte)
     found = [fast]
     for weight in _WEIGHTS if fast.held_bytes() > 0 else ():
@@ -112,18 +115,20 @@ def resharded(
     carried: Mapping[int, Placement] | None = None,
     *,
     replicated: Collection[str] = (),
+    whole_parameters: bool = False,
 ) -> tuple[Sharding, ...]:
     """The fastest shardings of another graph of the same model (other lengths, evaluation), its parameters as given.
 
     `parameters` and buffers are given by name, `carried` are layouts of tensors between blocks of `graph`, by index
-    (None = free). Operators that are `replicated` are not split, conversions among them not made.
+    (None = free). Operators that are `replicated` are not split, conversions among them not made. `whole_parameters`
+    is as for `variants`.
 
     Raises:
         PlanError: a parameter cannot have its placement in this graph.
     """
     names = {t.name: i for i, t in enumerate(graph.tensors) if t.kind in ("parameter", "buffer")}
     fixed = {names[name]: placement for name, placement in parameters.items() if name in names} | dict(carried or {})
-    problem = _Problem(graph, degree, prices, fixed, replicated)
+    problem = _Problem(graph, degree, prices, fixed, replicated, whole_parameters=whole_parameters)
     return problem.shardings(problem.solve(prices.seconds_per_saved_byte))
 
 
@@ -215,9 +220,12 @@ class _Problem:
         prices: Prices,
         fixed: Mapping[int, Placement] | None = None,
         replicated: Collection[str] = (),
+        *,
+        whole_parameters: bool = False,
     ) -> None:
         self.graph, self.degree, self.prices = graph, degree, prices
         self.replicated = frozenset(replicated)
+        self.whole_parameters = whole_parameters
         self.fixed = dict(fixed or {})
         self.gradients = differentiable(graph)
         self.kinds = _kinds(graph, self.gradients, self.fixed)
@@ -309,6 +317,8 @@ class _Problem:
         splits = tuple(seeds)
         if tensor.kind in ("parameter", "buffer"):
             partial = (Q,) if group.tensor in self.gradients else ()
+            if self.whole_parameters:
+                return partial or (R,)
             return (R, *partial, *splits)
         # Between blocks: whole, or plain splits.
         return (R, *(p for p in splits if _is_plain(p)))
@@ -510,7 +520,7 @@ class _Problem:
         seconds, prices = 0.0, self.prices
         if tensor.requires_grad:
             seconds = elements * _UPDATE_BYTES / prices.bytes_per_second / prices.num_microbatches
-        if placement == Q:
+        if placement == Q and not self.whole_parameters:  # else data parallelism sums over these ranks, too
             per_byte = prices.collective_seconds("all_reduce", _BUCKET_BYTES) / _BUCKET_BYTES
             seconds += elements * DTYPE_BYTES[tensor.dtype] * per_byte / prices.num_microbatches
         return seconds * group.num_stored, elements * _STATE_BYTES * group.num_stored
