@@ -26,7 +26,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from planner import report
 from planner.cluster import Cluster, all_devices, all_presets
 from planner.errors import ModelError, PlanError, PlannerError, RunError
-from planner.plan import OPTIMIZERS, PRECISIONS, Plan
+from planner.plan import OPTIMIZERS, PRECISIONS, Plan, write_atomically
 from planner.report.tracing import trace_data, trace_text
 from planner.runtime.launch import RankError, Terminated, Training, launch
 from planner.runtime.weights import check_weights
@@ -164,7 +164,7 @@ def parser() -> argparse.ArgumentParser:
     show.add_argument(
         "--sharding",
         action="store_true",
-        help="how each block is split over tensor-parallel ranks, with its collectives",
+        help="how each block is split over the ranks of tp or cp, with its collectives",
     )
 
     diff = _command(commands, "diff", _diff, "what differs between two plan files", "autoplan diff one.json two.json")
@@ -213,6 +213,11 @@ def parser() -> argparse.ArgumentParser:
         default=DEFAULT_LEARNING_RATE,
         metavar="R",
         help=f"learning rate (default {DEFAULT_LEARNING_RATE})",
+    )
+    run.add_argument(
+        "--count-experts",
+        metavar="FILE",
+        help="write to this file how many tokens each expert got; --expert-loads plans by it",
     )
     run.add_argument(
         "--data",
@@ -265,7 +270,7 @@ def _planning_options(command: argparse.ArgumentParser, default_batch: str) -> N
         "--fix",
         default="",
         metavar="K=V,...",
-        help="pin choices, as in pp=4,zero=1,recompute=full; any of pp dp dp_shard tp zero recompute micro_batch "
+        help="pin choices, as in pp=4,zero=1,recompute=full; any of pp dp dp_shard tp cp zero recompute micro_batch "
         "num_microbatches schedule devices",
     )
     command.add_argument(
@@ -273,6 +278,11 @@ def _planning_options(command: argparse.ArgumentParser, default_batch: str) -> N
         type=_positive_number,
         metavar="SECONDS",
         help="stop each solve after this time; the gap says what it cost (default: none)",
+    )
+    command.add_argument(
+        "--expert-loads",
+        metavar="FILE",
+        help="price experts by these numbers of tokens, which autoplan run --count-experts wrote (default: all equal)",
     )
 
 
@@ -334,6 +344,7 @@ def _print(renderable: Any) -> None:
 
 def _plan(arguments: argparse.Namespace) -> None:
     _check_writable(arguments.out)
+    _expert_loads(arguments.expert_loads)  # a wrong file is found here, not after the trace
     pins = Pins.of(arguments.fix)
     start = time.perf_counter()
     with _only_json(arguments.json), _working(quiet=arguments.json) as progress:
@@ -407,9 +418,21 @@ def _search(
         fix=pins,
         top=top,
         name=loaded.name,
+        expert_loads=_expert_loads(arguments.expert_loads),
         progress=progress,
         time_limit_seconds=arguments.time_limit,
     )
+
+
+def _expert_loads(path: str | None) -> Any:
+    """What a file of measured loads says; whether it fits the model is seen when that is traced."""
+    if path is None:
+        return None
+    try:
+        return json.loads(Path(path).read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError) as error:
+        what = "is not JSON" if isinstance(error, ValueError | RecursionError) else f"cannot be read: {error.strerror}"
+        raise PlanError(f"{path} {what}; give a file that autoplan run --count-experts wrote") from error
 
 
 def _search_json(found: Search, seconds: float) -> dict[str, Any]:
@@ -501,6 +524,8 @@ def _cluster_of(arguments: argparse.Namespace, name: str) -> Cluster:
 
 
 def _run(arguments: argparse.Namespace) -> None:
+    _check_writable(arguments.count_experts)
+    _expert_loads(arguments.expert_loads)
     pins = Pins.of(arguments.fix)
     given = _given_plan(arguments) if arguments.plan else None
     model = arguments.model or (DEFAULT_MODEL if given is None else given.model)
@@ -544,9 +569,12 @@ def _run(arguments: argparse.Namespace) -> None:
         data=_absolute(arguments.data) if arguments.data else None,
         check="replicate" if arguments.check == "replicate" else not arguments.no_check,
         weights=str(Path(arguments.weights).resolve()) if arguments.weights else None,
+        needs_experts=arguments.count_experts is not None,
     )
     with _training(quiet=arguments.json, steps=arguments.steps) as on_step:
         training = launch(job, plan, on_step)
+    if arguments.count_experts:
+        write_atomically(Path(arguments.count_experts), json.dumps(training.expert_loads, indent=1) + "\n")
     if arguments.json:
         _print_json(_training_json(plan, training))
         return
@@ -573,6 +601,7 @@ def _training_json(plan: Plan, training: Training) -> dict[str, Any]:
         "peak_bytes": list(training.peak_bytes),
         "peak_bytes_kind": _memory_kind(),
         "check": training.check,
+        "expert_loads": training.expert_loads,
         "plan": plan.to_dict(),
     }
 
@@ -590,6 +619,7 @@ def _given_plan(arguments: argparse.Namespace) -> Plan:
         "--objective": arguments.objective,
         "--fix": arguments.fix,
         "--time-limit": arguments.time_limit,
+        "--expert-loads": arguments.expert_loads,
     }
     twice = [option for option, value in decided.items() if value]
     if twice:

@@ -11,9 +11,9 @@ A strategy is a ZeRO stage with or without full recomputation. What overlaps wit
   reduce-scatters where these do not use the same links;
 - computing and communicating at once slows both (`collectives.overlapped_seconds`);
 - on a CPU nothing overlaps;
-- the collectives of tensor parallelism wait for what they read and are waited for: nothing of their own block hides
-  them, and recomputation repeats those of the forward pass. Collectives of data parallelism run beside them where they
-  do not use the same links;
+- the collectives of tensor and context parallelism wait for what they read and are waited for: nothing of their own
+  block hides them, and recomputation repeats those of the forward pass. Collectives of data parallelism run beside them
+  where they do not use the same links;
 - a pipeline stage of ZeRO-0 or ZeRO-1 reduces after its last backward pass (`PipelineStage.perform_reduce_grad`), and
   every stage of a pipeline gathers what ZeRO-1 and ZeRO-2 keep at the beginning of the step, all stages at once.
 
@@ -202,7 +202,7 @@ def strategies_of(mesh: Mesh) -> tuple[Strategy, ...]:
     >>> [str(s) for s in strategies_of(Mesh(dp_shard=2))][:3]
     ['ZeRO-1', 'ZeRO-1 recompute', 'ZeRO-2']
     """
-    zeros = (1, 2, 3) if mesh.dp_shard > 1 else (0,)
+    zeros = (1, 2, 3) if mesh.shards > 1 else (0,)
     return tuple(Strategy(zero, recompute) for zero in zeros for recompute in (0, 1))
 
 
@@ -210,10 +210,12 @@ def check_mesh(mesh: Mesh) -> None:
     """Refuse a mesh that this cost model does not price.
 
     Raises:
-        PlanError: a mesh with context or expert parallelism.
+        PlanError: a mesh with expert parallelism, or with tensor and context parallelism at once.
     """
-    if mesh.cp * mesh.ep > 1:
-        raise PlanError(f"mesh {_mesh_text(mesh)}: cp and ep other than 1 cannot be planned yet; leave them out")
+    if mesh.ep > 1:
+        raise PlanError(f"mesh {_mesh_text(mesh)}: ep other than 1 cannot be planned yet; leave it out")
+    if mesh.cp > 1 and mesh.tp > 1:
+        raise PlanError(f"mesh {_mesh_text(mesh)}: tp and cp together cannot be planned yet; leave one of them out")
 
 
 def price(
@@ -230,26 +232,29 @@ def price(
 ) -> Costs:
     """The costs of one configuration. Pure; what does not depend on the mesh is computed once per graph.
 
-    With tensor parallelism `graph` is that of one rank (`planner.shard.localize`), and `shardings` is how each of its
-    blocks was split.
+    With tensor or context parallelism `graph` is that of one rank (`planner.shard.localize`), and `shardings` is how
+    each of its blocks was split. Ranks of `cp` shard parameters together with those of `dp_shard`.
 
     Raises:
         PlannerError: the mesh, the precision or the optimizer cannot be priced on this cluster.
     """
     check_mesh(mesh)
-    if mesh.tp > 1 and len(shardings) != len(graph.blocks):
-        raise PlanError(f"tp={mesh.tp} needs the sharding of {len(graph.blocks)} blocks, {len(shardings)} are given")
+    if mesh.split_degree > 1 and len(shardings) != len(graph.blocks):
+        raise PlanError(
+            f"{mesh.split_axis}={mesh.split_degree} needs the sharding of {len(graph.blocks)} blocks, "
+            f"{len(shardings)} are given"
+        )
     policy = precision_named(precision)
     device, key = cluster.device, _Same(graph)
     check_dtype(device, policy.compute_dtype)
     strategies = strategies_of(mesh)
     blocks = _measured(key, device, micro_batch)
-    count = _counted(key, mesh.dp_shard, mesh.pp > 1)
-    wrapped = is_wrapped(mesh.dp, policy)
+    count = _counted(key, mesh.shards, mesh.pp > 1)
+    wrapped = is_wrapped(mesh.dp * mesh.cp, policy)
     hooked = (count.full > 0) & wrapped
     sizes = {name: getattr(mesh, name) for name in AXES}
     shards, replicas, pipe, tensor = (
-        axis_group(cluster, sizes, axis) for axis in ("dp_shard", "dp_replicate", "pp", "tp")
+        axis_group(cluster, sizes, axis) for axis in (("dp_shard", "cp"), "dp_replicate", "pp", mesh.split_axis)
     )
     inside, num_inside = _inside(key, tensor, micro_batch)
     hop_bytes = _hop_bytes(key, micro_batch) if mesh.pp > 1 else np.zeros(len(graph.blocks) - 1)
@@ -278,7 +283,8 @@ def price(
     forward, backward, exposed, gather, reduce = (np.stack(column, axis=1) for column in zip(*columns, strict=True))
     # The stock schedules reduce nothing before the last backward pass: they accumulate even if m is 1.
     accumulations = num_microbatches if mesh.pp == 1 else max(2, num_microbatches)
-    reduce = reduce + _partial_seconds(graph, shardings, mesh, policy, tensor)[:, None]
+    if mesh.tp > 1:
+        reduce = reduce + _partial_seconds(graph, shardings, mesh, policy, tensor)[:, None]
     state = [
         state_bytes(count, s.zero, policy, optimizer, accumulations, wrapped=wrapped) + blocks.buffer_bytes
         for s in strategies
@@ -311,7 +317,9 @@ def price(
         prelude_bytes=graph.prelude.num_bytes.at(micro_batch),
         input_bytes=num_microbatches * blocks.model_input_bytes,
         unused_bytes=policy.master_bytes * _unused_elements(key),
-        norm_seconds=sum(all_reduce_seconds(4.0, group) for group in (shards, replicas, pipe, tensor)),
+        norm_seconds=sum(
+            all_reduce_seconds(4.0, group) for group in (shards, replicas, pipe, *([tensor] if mesh.tp > 1 else []))
+        ),
         in_flight=np.array([in_flight(schedule, p, mesh.pp, num_microbatches) for p in range(mesh.pp)], np.int64),
         capacity=float(cluster.capacity_bytes),
         tie_groups=_tie_groups(key),
@@ -324,7 +332,7 @@ def least_seconds(graph: Graph, cluster: Cluster, *, mesh: Mesh, micro_batch: in
     No strategy takes less: a lower bound that is looked up, not computed, for all but the first of equal questions.
     """
     sizes = {name: getattr(mesh, name) for name in AXES}
-    return _least(_Same(graph), cluster.device, axis_group(cluster, sizes, "tp"), micro_batch, mesh.pp > 1)
+    return _least(_Same(graph), cluster.device, axis_group(cluster, sizes, mesh.split_axis), micro_batch, mesh.pp > 1)
 
 
 def exposed_seconds(compute: Floats, link: Floats, slowdown: float, *, overlaps: bool = True) -> Floats:
@@ -547,7 +555,7 @@ def _computed(
 
 @lru_cache(maxsize=1024)
 def _inside(graph: _Same, tensor: Group, micro_batch: int) -> tuple[Floats, Floats]:
-    """[L, 2] seconds and number of the collectives that blocks make over tp, in forward and backward."""
+    """[L, 2] seconds and number of the collectives that blocks make over tp or cp, in forward and backward."""
     model = graph.value
     seconds, number = np.zeros((len(model.classes), 2)), np.zeros((len(model.classes), 2))
     for index, kind in enumerate(model.classes):
@@ -579,7 +587,7 @@ def _partial_seconds(
     """
     partial = [
         sum(
-            shard_elements(_shape(graph.tensors[parameter]), mesh.dp_shard)
+            shard_elements(_shape(graph.tensors[parameter]), mesh.shards)
             for parameter, placement in zip(block.parameters, sharding.parameters, strict=True)
             if placement == Q and graph.tensors[parameter].requires_grad
         )
@@ -615,7 +623,7 @@ def _tie_seconds(graph: Graph, mesh: Mesh, policy: Precision, strategies: Sequen
     if mesh.pp == 1:
         return result
     for parameter, owners in graph.tie_groups:
-        num_bytes = policy.reduce_bytes * graph.tensors[parameter].num_elements.fixed / mesh.dp_shard
+        num_bytes = policy.reduce_bytes * graph.tensors[parameter].num_elements.fixed / mesh.shards
         steps = 2 * (len(owners) - 1)
         result[list(owners)] += steps * send_recv_seconds(num_bytes / len(owners), pipe)
     return result

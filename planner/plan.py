@@ -42,6 +42,21 @@ class Mesh:
         """Data-parallel ranks: how many parts the global batch is split into."""
         return self.dp_replicate * self.dp_shard
 
+    @property
+    def shards(self) -> int:
+        """Ranks that ZeRO-1, 2 and 3 shard over: those of context parallelism, neighbours, are among them."""
+        return self.dp_shard * self.cp
+
+    @property
+    def split_axis(self) -> Literal["tp", "cp"]:
+        """The axis whose ranks run the same samples together; a plan has one of them."""
+        return "cp" if self.cp > 1 else "tp"
+
+    @property
+    def split_degree(self) -> int:
+        """Ranks of that axis."""
+        return self.cp * self.tp
+
     def __str__(self) -> str:
         used = [f"{axis} {size}" for axis, size in asdict(self).items() if size > 1]
         return ", ".join(used) or "1 device"
@@ -49,9 +64,9 @@ class Mesh:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BlockPlan:
-    """What is done with one block: its ZeRO stage (0 to 3), its recomputation, and how it is split over tp.
+    """What is done with one block: its ZeRO stage (0 to 3), its recomputation, and how it is split over tp or cp.
 
-    `sharding` is an index into `Plan.shardings`; None without tensor parallelism.
+    `sharding` is an index into `Plan.shardings`; None where the mesh has neither.
     """
 
     name: str
@@ -62,7 +77,7 @@ class BlockPlan:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CollectivePlan:
-    """Equal collectives that a block makes over `tp` in a pass of one micro-batch; bytes as in `collectives`."""
+    """Equal collectives that a block makes over `tp` or `cp` in one micro-batch; bytes as in `collectives`."""
 
     collective: str
     phase: Literal["forward", "backward"]
@@ -72,7 +87,7 @@ class CollectivePlan:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ShardingPlan:
-    """How the blocks of one class run on the ranks of `tp`, as text; equal blocks share one.
+    """How the blocks of one class run on the ranks of `tp` or `cp`, as text; equal blocks share one.
 
     `nodes` has the option of each node (`R,S0[64]>S1[64]`: placements of its operands, then of what it makes), the
     next four the placement of each tensor of the block, in its order (`planner.shard.placement` defines the words).
@@ -534,15 +549,15 @@ def _read_collectives(item: object, path: str, reader: _Reader) -> tuple[Collect
 
 
 def _sharding_faults(mesh: Mesh, stages: tuple[StagePlan, ...], num_shardings: int) -> list[str]:
-    """With tensor parallelism every block has a sharding that is there, without it none."""
+    """With an axis that splits every block has a sharding that is there, without one none."""
     faults = []
     for s, stage in enumerate(stages):
         for b, block in enumerate(stage.blocks):
             path = f"stages[{s}].blocks[{b}].sharding"
-            if mesh.tp > 1 and block.sharding is None:
-                faults.append(f"{path} is missing: mesh.tp is {mesh.tp}")
-            elif mesh.tp == 1 and block.sharding is not None:
-                faults.append(f"{path} is {block.sharding}, but mesh.tp is 1")
+            if mesh.split_degree > 1 and block.sharding is None:
+                faults.append(f"{path} is missing: mesh.{mesh.split_axis} is {mesh.split_degree}")
+            elif mesh.split_degree == 1 and block.sharding is not None:
+                faults.append(f"{path} is {block.sharding}, but mesh.tp and mesh.cp are 1")
             elif block.sharding is not None and not 0 <= block.sharding < num_shardings:
                 faults.append(f"{path} is {block.sharding}, there are {num_shardings} shardings")
     used = {block.sharding for stage in stages for block in stage.blocks}
@@ -563,9 +578,10 @@ def _contradictions(
         faults.append(f"mesh.pp is {mesh.pp} but there are {len(stages)} stages")
     if num_peaks != len(stages):
         faults.append(f"peak_bytes has {num_peaks} entries for {len(stages)} stages")
-    for axis in ("cp", "ep"):
-        if getattr(mesh, axis) != 1:
-            faults.append(f"mesh.{axis} is {getattr(mesh, axis)}; this release runs only 1")
+    if mesh.ep != 1:
+        faults.append(f"mesh.ep is {mesh.ep}; this release runs only 1")
+    if mesh.cp > 1 and mesh.tp > 1:
+        faults.append(f"mesh.cp is {mesh.cp} and mesh.tp is {mesh.tp}; this release runs one of the two, not both")
     parts = counts["micro_batch"] * counts["num_microbatches"] * mesh.dp
     if parts != counts["global_batch"]:
         faults.append(
@@ -577,9 +593,9 @@ def _contradictions(
     if len(set(names)) != len(names):
         faults.append("stages name a block twice")
     all_zero_0 = all(b.zero == 0 for s in stages for b in s.blocks)
-    if mesh.dp_shard > 1 and any(b.zero == 0 for s in stages for b in s.blocks):
-        faults.append("blocks with ZeRO-0 need dp_replicate, the mesh has dp_shard")
-    if mesh.dp_shard == 1 and not all_zero_0:
+    if mesh.shards > 1 and any(b.zero == 0 for s in stages for b in s.blocks):
+        faults.append(f"blocks with ZeRO-0 need dp_replicate, the mesh has {'dp_shard' if mesh.cp == 1 else 'cp'}")
+    if mesh.shards == 1 and not all_zero_0:
         faults.append("blocks with ZeRO-1, 2 or 3 need dp_shard, the mesh has none")
     for s, stage in enumerate(stages):
         kinds = {min(block.zero, 2) for block in stage.blocks}

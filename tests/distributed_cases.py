@@ -14,18 +14,19 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from planner.errors import PlanError, RunError
-from planner.graph import Graph
+from planner.graph import Batch, Graph
 from planner.plan import BlockPlan, InputSpec, Mesh, Plan, Prediction, StagePlan
 from planner.runtime import Trainer, apply, apply_plan
 from planner.runtime.execute import GraphEngine, stage_positions
-from planner.shard.placement import Sharding
-from planner.shard.program import Prices, variants
+from planner.shard.placement import Sharding, is_floating, split
+from planner.shard.program import Prices, resharded, variants
 from planner.shard.stored import stored
 from planner.trace import trace
 from tests import models
 from tests.distributed_references import MAX_GRAD_NORM, SAMPLES, STEPS
 from tests.eager_oracle import Reference
 from tests.float64 import explicit_float32_as_float64
+from tests.sharded import Chance
 
 TOLERANCE = 1e-9
 
@@ -55,11 +56,12 @@ class Kind:
     sizes: Sequence[int] = ()  # blocks of all stages but the longest, which takes the rest; empty: about equal
     longest: int = 0
     tp: int = 1
-    variant: str = "fast"  # of those that are found for tp; the last one if there is none of the name
+    cp: int = 1  # or tp, not both; these ranks shard parameters, so ZeRO-0 is not for them
+    variant: str = "fast"  # of those that are found for tp or cp; the last one if there is none of the name
 
     @property
     def world_size(self) -> int:
-        return self.pp * self.dp * self.tp
+        return self.pp * self.dp * self.tp * self.cp
 
 
 KINDS = {
@@ -107,11 +109,19 @@ KINDS = {
         Kind(name="TP2xDP2 ZeRO-3, recompute", tp=2, dp=2, zero=(3,), variant="leanest", recompute=("full", "none")),
         Kind(name="PP2xTP2 1F1B, recompute", pp=2, tp=2, variant="leanest", recompute=("none", "full")),
         Kind(name="PP2xTP2 GPipe", pp=2, tp=2, schedule="gpipe"),
-        Kind(name="PP2xDP2xTP2 ZeRO-1", pp=2, dp=2, tp=2, zero=(1,), variant="lean"),
+        Kind(name="PP2xDP2xTP2 ZeRO-1", pp=2, dp=2, tp=2, zero=(1,), variant="sequence"),
         Kind(
-            name="PP2xDP2xTP2 ZeRO-3, recompute", pp=2, dp=2, tp=2, zero=(3,), variant="leanest",
+            name="PP2xDP2xTP2 ZeRO-3, recompute", pp=2, dp=2, tp=2, zero=(3,), variant="sequence",
             recompute=("full", "none"),
         ),
+        Kind(name="CP2", cp=2, zero=(1,)),
+        Kind(name="CP2 lean, recompute", cp=2, zero=(3,), variant="lean", recompute=("full",)),
+        Kind(name="CP4", cp=4, zero=(2,)),
+        Kind(name="CP2xDP2 ZeRO-3", cp=2, dp=2, zero=(3,)),
+        Kind(name="CP2xDP2 ZeRO-1 lean", cp=2, dp=2, zero=(1,), variant="lean"),
+        Kind(name="HSDP 2x1xCP2 ZeRO 1/3/2 mixed", cp=2, dp=2, shards=1, zero=(1, 3, 2)),
+        Kind(name="PP2xCP2 1F1B ZeRO-1, recompute", pp=2, cp=2, zero=(1,), recompute=("none", "full")),
+        Kind(name="PP2xCP2 GPipe ZeRO-3 lean", pp=2, cp=2, zero=(3,), schedule="gpipe", variant="lean"),
         Kind(name="HSDP 2x2xTP2 ZeRO 1/3/2 mixed", dp=4, shards=2, tp=2, zero=(1, 3, 2), variant="leanest"),
     )
 }  # fmt: skip
@@ -150,8 +160,9 @@ def make_plan(
             zeros[reader] = zeros[readers[0]]
     shardings: Sequence[Any] = ()
     of_block: Sequence[int | None] = [None] * count
-    if kind.tp > 1:
-        shardings, of_block = stored(found_shardings(graph, kind.tp, kind.variant))
+    if kind.tp * kind.cp > 1:
+        made = found_shardings(graph, kind.tp * kind.cp, kind.variant, whole_parameters=kind.cp > 1)
+        shardings, of_block = stored(made)
     plans = [
         BlockPlan(
             name=block.name, zero=zeros[i], recompute=kind.recompute[i % len(kind.recompute)], sharding=of_block[i]
@@ -171,7 +182,7 @@ def make_plan(
         "micro_batch": global_batch // kind.dp // num_microbatches,
         "num_microbatches": num_microbatches,
         "schedule": kind.schedule,
-        "mesh": Mesh(pp=kind.pp, dp_replicate=kind.dp // shards, dp_shard=shards, tp=kind.tp),
+        "mesh": Mesh(pp=kind.pp, dp_replicate=kind.dp // shards, dp_shard=shards, cp=kind.cp, tp=kind.tp),
         "shardings": shardings,
         "stages": tuple(
             StagePlan(blocks=tuple(plans[a : a + n])) for a, n in zip(starts, sizes, strict=True)
@@ -189,10 +200,42 @@ PRICES = Prices(  # of a machine that is slow enough for tiny models to be worth
 )  # fmt: skip
 
 
-def found_shardings(graph: Graph, degree: int, name: str) -> tuple[Sharding, ...]:
-    """One of the ways that are found to split the blocks of a graph."""
-    found = variants(graph, degree, PRICES)
-    return next((variant for variant in found if variant.name == name), found[-1]).shardings
+def found_shardings(graph: Graph, degree: int, name: str, *, whole_parameters: bool = False) -> tuple[Sharding, ...]:
+    """One of the ways that are found to split the blocks of a graph.
+
+    "sequence" splits parameters as the leanest way does, and `[samples, tokens, width]` between blocks by tokens where
+    the degree divides them. "chance" is a way that nobody would choose, and all that passes between blocks is anyhow.
+    """
+    if name == "chance":
+        return Chance(graph, degree, 0).shardings
+    key = graph.fingerprint, degree, whole_parameters, name
+    if key not in _FOUND:
+        found = variants(graph, degree, PRICES, whole_parameters=whole_parameters)
+        _FOUND.update({(*key[:3], variant.name): variant.shardings for variant in found})
+        _FOUND[key] = next((variant for variant in found if variant.name == name), found[-1]).shardings
+        if name == "sequence":
+            _FOUND[key] = _by_tokens(graph, degree, _FOUND[key])
+    return _FOUND[key]
+
+
+def _by_tokens(graph: Graph, degree: int, shardings: Sequence[Sharding]) -> tuple[Sharding, ...]:
+    stored_as = {
+        graph.tensors[t].name: placement
+        for block, sharding in zip(graph.blocks, shardings, strict=True)
+        for t, placement in zip(
+            (*block.parameters, *block.buffers), (*sharding.parameters, *sharding.buffers), strict=True
+        )
+    }
+    shapes = {t: graph.tensors[t].shape for cut in graph.carried for t in cut if is_floating(graph.tensors[t])}
+    by_tokens = {
+        t: split(1, [shape[1]])
+        for t, shape in shapes.items()
+        if len(shape) == 3 and isinstance(shape[0], Batch) and isinstance(shape[1], int) and shape[1] % degree == 0
+    }
+    return resharded(graph, degree, PRICES, stored_as, by_tokens)
+
+
+_FOUND: dict[tuple[str, int, bool, str], tuple[Sharding, ...]] = {}
 
 
 @cache

@@ -6,7 +6,10 @@ from typing import Any
 from torch import Tensor
 
 from planner.graph import Graph
-from planner.runtime import Trainer, apply_plan
+from planner.plan import Plan
+from planner.runtime import Trainer, apply, apply_plan
+from planner.runtime.check import CheckReport
+from planner.shard.placement import Placement
 from planner.trace import trace
 from tests import families, models
 from tests.distributed_cases import Kind, Result, make_plan, relative
@@ -23,8 +26,20 @@ KINDS = {
         Kind(name="PP2xDP2", pp=2, dp=2, zero=(3,), recompute=("full",)),
         Kind(name="PP2, one micro-batch", pp=2, schedule="gpipe", recompute=("full",)),
         Kind(name="PP4, one micro-batch", pp=4, schedule="gpipe", recompute=("full",)),
+        Kind(name="TP2", tp=2, variant="leanest", recompute=("none", "full")),
+        Kind(name="TP4", tp=4, variant="leanest", recompute=("full",)),
+        Kind(name="TP2, by tokens", tp=2, variant="sequence", recompute=("full",)),
+        Kind(name="PP2xTP2, by chance", pp=2, tp=2, variant="chance", recompute=("none", "full")),
+        Kind(name="TP2xDP2 ZeRO-3", dp=2, tp=2, zero=(3,), variant="leanest", recompute=("full", "none")),
+        Kind(
+            name="PP2xDP2xTP2 ZeRO-1, by tokens", pp=2, dp=2, tp=2, zero=(1,), variant="sequence", recompute=("full",)
+        ),
+        Kind(
+            name="PP2xDP2xTP2 ZeRO-3, by tokens", pp=2, dp=2, tp=2, zero=(3,), variant="sequence",
+            recompute=("none", "full"),
+        ),
     )
-}
+}  # fmt: skip
 
 
 def graph_of(name: str, **settings: Any) -> Graph:
@@ -39,12 +54,31 @@ def num_microbatches(name: str) -> int:
     return 1 if families.FAMILIES[name].couples_samples else families.NUM_MICROBATCHES
 
 
-def trainer_of(name: str, graph: Graph, kind: Kind, **settings: Any) -> Trainer:
-    plan = make_plan(graph, kind, global_batch=families.SAMPLES, num_microbatches=num_microbatches(name))
+def plan_of(name: str, graph: Graph, kind_name: str) -> Plan:
+    """A kind of plan for a family."""
+    kind = KINDS[kind_name]
+    return make_plan(graph, kind, global_batch=families.SAMPLES, num_microbatches=num_microbatches(name))
+
+
+def trainer_of(name: str, graph: Graph, plan: Plan, **settings: Any) -> Trainer:
     return apply_plan(
         plan, families.make(name, **settings), graph=graph, optimizer=models.sgd,
         max_grad_norm=families.MAX_GRAD_NORM, check=False,
     )  # fmt: skip
+
+
+def shares_split(graph: Graph, plan: Plan) -> tuple[float, float]:
+    """The share of matrices that a plan splits, and of blocks that hand on hidden states split by tokens."""
+    placed: dict[int, Placement] = {}
+    by_tokens = []
+    for block, block_plan in zip(graph.blocks, plan.block_plans, strict=True):
+        assert block_plan.sharding is not None
+        sharding = plan.shardings[block_plan.sharding]
+        placed |= zip(block.parameters, map(Placement.parse, sharding.parameters), strict=True)
+        handed_on = map(Placement.parse, sharding.outputs)
+        by_tokens.append(any(p.is_split and p.dim == 1 for p in handed_on))
+    matrices = [placement for t, placement in placed.items() if len(graph.tensors[t].shape) > 1]
+    return sum(p.is_split for p in matrices) / len(matrices), sum(by_tokens) / (len(by_tokens) - 1)
 
 
 def own_part(batch: families.Batch, trainer: Trainer) -> families.Batch:
@@ -55,9 +89,23 @@ def own_part(batch: families.Batch, trainer: Trainer) -> families.Batch:
     }
 
 
-def train(name: str, graph: Graph, kind_name: str, settings: dict[str, Any]) -> Result:
+def train(name: str, graph: Graph, plan: Plan, settings: dict[str, Any]) -> Result:
     """Three steps on this rank."""
-    trainer = trainer_of(name, graph, KINDS[kind_name], **settings)
+    return train_by(trainer_of(name, graph, plan, **settings), name)
+
+
+def train_by_apply(name: str, plan: Plan) -> tuple[Result, CheckReport | None]:
+    """Three steps on this rank as a user trains: traced anew and checked, with what the check found."""
+    with explicit_float32_as_float64():
+        trainer = apply(
+            plan, families.make(name), batch=families.batch(name, 4), optimizer=models.sgd,
+            max_grad_norm=families.MAX_GRAD_NORM,
+        )  # fmt: skip
+    return train_by(trainer, name), trainer.check
+
+
+def train_by(trainer: Trainer, name: str) -> Result:
+    """Three steps."""
     losses, norms = [], []
     for step in range(families.STEPS):
         losses.append(trainer.step(own_part(families.batch(name, families.SAMPLES, step=step), trainer)))

@@ -36,7 +36,7 @@ Counted = Counter[tuple[str, int]]  # (collective, bytes of one as planner.colle
 
 
 def counted_and_planned(model: str, kind: Kind) -> tuple[Counted, Counted, int]:
-    """The collectives of `tp` of this rank's blocks in a step, those that the plan knows, and all-reduces beside them.
+    """The collectives of this rank's blocks in a step, those that the plan knows, and all-reduces beside them.
 
     The last are those of gradients that are partial over the axis.
     """
@@ -70,14 +70,14 @@ def counted_and_planned(model: str, kind: Kind) -> tuple[Counted, Counted, int]:
     trainer.step(own_part(models.batch(model, SAMPLES, step=0), trainer))
 
     whole = graph_of(model)
-    local = priced(
-        localize(whole, found_shardings(whole, kind.tp, kind.variant), kind.tp).graph, whole, kind.tp, "cpu"
-    )  # fmt: skip
+    degree, axis = kind.tp * kind.cp, trainer.plan.mesh.split_axis
+    shardings = found_shardings(whole, degree, kind.variant, whole_parameters=kind.cp > 1)
+    local = priced(localize(whole, shardings, degree, axis=axis).graph, whole, degree, "cpu", axis=axis)
     planned: Counted = Counter()
     plan = trainer.plan
-    for position in stage_positions(plan)[dist.get_rank() // (kind.dp * kind.tp)]:
+    for position in stage_positions(plan)[dist.get_rank() // (kind.dp * degree)]:
         for made in local.classes[local.blocks[position].class_index].collectives:
-            assert made.axis == "tp"
+            assert made.axis == axis
             planned[made.collective, round(made.num_bytes.at(plan.micro_batch))] += plan.num_microbatches
         for index in local.blocks[position].nodes:
             if local.nodes[index].op == "planner.cross_entropy_of_part.default":
@@ -177,8 +177,15 @@ def refusal(change: str) -> str:
             plan = make_plan(graph, Kind(name=""), mesh=Mesh(tp=2))
             first = replace(plan.stages[0].blocks[0], sharding=0)
             plan = replace(plan, stages=(replace(plan.stages[0], blocks=(first,) * len(plan.stages[0].blocks)),))
-        case "cp":
+        case "ep":
+            plan = replace(plan, mesh=Mesh(ep=2))
+        case "cp and tp":
+            plan = replace(plan, mesh=Mesh(cp=2, tp=2))
+        case "cp with ZeRO-0":
             plan = replace(plan, mesh=Mesh(cp=2))
+        case "cp with parts of parameters":
+            blocks = tuple(replace(block, zero=1) for block in blocks)
+            plan = replace(plan, mesh=Mesh(cp=2), stages=(replace(plan.stages[0], blocks=blocks),))
         case _:
             raise AssertionError(change)
     try:
@@ -188,9 +195,9 @@ def refusal(change: str) -> str:
     return ""
 
 
-def different_batches() -> list[str]:
+def different_batches(kind: Kind) -> list[str]:
     """What `step` says where the ranks of one data rank are given other values, other counts, and the same."""
-    trainer = trainer_of("gpt", Kind(name="", tp=2))
+    trainer = trainer_of("gpt", kind)
     batch = models.batch("gpt", SAMPLES, step=0)
     first = dist.get_rank() == 0
     answers = []

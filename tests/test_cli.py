@@ -484,6 +484,7 @@ def test_without_a_terminal_training_prints_a_tenth_of_the_lines(capsys):
 def test_the_options_are_frozen():
     [subparsers] = [a for a in cli_module.parser()._actions if hasattr(a, "choices") and a.choices]
     planning = ["--fix", "--global-batch", "--objective", "--optimizer", "--precision", "--seq", "--time-limit"]
+    planning.append("--expert-loads")
     found = {
         name: sorted(option for action in command._actions for option in (action.option_strings or [action.metavar]))
         for name, command in subparsers.choices.items()  # type: ignore[union-attr]
@@ -499,7 +500,9 @@ def test_the_options_are_frozen():
             [
                 *always,
                 *planning,
+                "--check",
                 "--cluster",
+                "--count-experts",
                 "--data",
                 "--lr",
                 "--no-check",

@@ -401,13 +401,15 @@ def test_recomputation_never_holds_more_activations(micro_batch, num_microbatche
 @pytest.mark.parametrize(
     ("changes", "error", "words"),
     [
-        ({"mesh": Mesh(cp=2)}, PlanError, "cp and ep"),
+        ({"mesh": Mesh(ep=2)}, PlanError, "ep other than 1 cannot be planned yet"),
+        ({"mesh": Mesh(cp=2, tp=2)}, PlanError, "tp and cp together cannot be planned yet"),
+        ({"mesh": Mesh(cp=2)}, PlanError, "cp=2 needs the sharding of"),
         ({"mesh": Mesh(tp=2)}, PlanError, "tp=2 needs the sharding of"),
         ({"precision": "fp4"}, PlannerError, "'fp4' is none of"),
         ({"optimizer": "lion"}, PlannerError, "'lion' is none of"),
         ({"cluster": Cluster.load("1x8xV100-32GB")}, ClusterError, "does not compute in bfloat16"),
     ],
-    ids=["context parallel", "tensor parallel", "precision", "optimizer", "device"],
+    ids=["experts", "both", "context parallel", "tensor parallel", "precision", "optimizer", "device"],
 )
 def test_what_cannot_be_priced_is_refused(changes, error, words):
     with pytest.raises(error, match=words):

@@ -1,8 +1,9 @@
 """Hugging Face families by the graph path: block by block and on several ranks, equal to the eager module.
 
 Every family is traced once; its blocks in sequence give the eager loss and gradients, and three clipped steps by a
-plan with full recomputation give the eager module's, in float64 on gloo. By default one plan a family on two ranks;
-`-m families` runs all plans. The table of worst errors is printed at the end.
+plan with recomputation give the eager module's, in float64 on gloo. With tensor parallelism the plan that splits most
+is taken, and one with hidden states split by tokens between blocks. By default one plan a family on two ranks and a few
+with tensor parallelism; `-m families` runs all plans. The table of worst errors is printed at the end.
 """
 
 from collections.abc import Iterator
@@ -13,25 +14,53 @@ from typing import Any
 import pytest
 
 from planner.graph import Graph
+from planner.plan import Plan
 from tests import families
-from tests.distributed_cases import TOLERANCE
+from tests.distributed_cases import TOLERANCE, Result
 from tests.eager_oracle import Reference
 from tests.families import FAMILIES
-from tests.family_cases import KINDS, graph_of, num_microbatches, train, worst_difference, worst_error
+from tests.family_cases import (
+    KINDS,
+    graph_of,
+    num_microbatches,
+    plan_of,
+    shares_split,
+    train,
+    train_by_apply,
+    worst_difference,
+    worst_error,
+)
 from tests.ranks import RankPool
 from tests.test_trace import assert_covered_once, assert_equals_eager
 
 NAMES = list(FAMILIES)
 OF_A_COUPLED = ("PP2, one micro-batch", "PP4, one micro-batch")
 OF_OTHERS = ("ZeRO-3", "PP2", "ZeRO-3 on 4", "PP2xDP2")
+SPLIT = (
+    "TP2", "TP4", "TP2, by tokens", "PP2xTP2, by chance", "TP2xDP2 ZeRO-3", "PP2xDP2xTP2 ZeRO-1, by tokens",
+    "PP2xDP2xTP2 ZeRO-3, by tokens",
+)  # fmt: skip
 
 
 def kinds_of(name: str) -> tuple[str, ...]:
     return OF_A_COUPLED if FAMILIES[name].couples_samples else OF_OTHERS
 
 
-QUICK = [(name, kinds_of(name)[i % 2 if kinds_of(name) is OF_OTHERS else 0]) for i, name in enumerate(NAMES)]
-WHOLE = [(name, kind) for name in NAMES for kind in kinds_of(name) if (name, kind) not in QUICK]
+QUICK = [
+    *((name, kinds_of(name)[i % 2 if kinds_of(name) is OF_OTHERS else 0]) for i, name in enumerate(NAMES)),
+    ("t5", "TP2, by tokens"),
+    ("mixtral", "TP2"),
+]
+WHOLE = [
+    (name, kind)
+    for name in NAMES
+    for kind in (*kinds_of(name), *SPLIT)
+    if (name, kind) not in QUICK and (KINDS[kind].dp == 1 or not FAMILIES[name].couples_samples)
+]
+
+
+DROPPING = {"dropout": 0.2}
+DROPPING_OUTSIDE = {"dropout": 0.2, "attn_implementation": "eager"}
 
 
 @cache
@@ -45,6 +74,7 @@ class Worlds:
     def __init__(self, tmp_path: Path) -> None:
         self._tmp_path = tmp_path
         self._references: dict[tuple[str, int], Reference] = {}
+        self._dropped: dict[tuple[str, bool], tuple[Graph, Result]] = {}
         self._eager = RankPool(1, tmp_path, groups=False, timeout_seconds=100)
         self._ranks: RankPool | None = None
         self.table: list[tuple[str, str, float, str]] = []
@@ -56,6 +86,19 @@ class Worlds:
         if (name, chunks) not in self._references:
             self._references[name, chunks] = self._eager.run(families.reference, name, chunks)[0]
         return self._references[name, chunks]
+
+    def dropped(self, name: str, settings: dict[str, Any]) -> tuple[Graph, Result]:
+        """A family that drops elements, and what one rank makes of it."""
+        key = name, settings == DROPPING
+        if key not in self._dropped:
+            found = graph_of(name, **settings)
+            assert found.dropout_nodes
+            alone = self.ranks(1)
+            (expected,) = alone.run(train, name, found, plan_of(name, found, "one device"), settings)
+            (without,) = alone.run(train, name, graph(name), plan_of(name, graph(name), "one device"), {})
+            assert abs(expected.losses[0] / without.losses[0] - 1) > 1e-6
+            self._dropped[key] = found, expected
+        return self._dropped[key]
 
     def ranks(self, world_size: int) -> RankPool:
         if self._ranks is None or self._ranks.world_size != world_size:
@@ -87,11 +130,23 @@ def worlds(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequ
 def check(worlds: Worlds, name: str, kind_name: str) -> None:
     kind = KINDS[kind_name]
     expected = worlds.reference(name, kind.dp * num_microbatches(name))
-    results = worlds.ranks(kind.world_size).run(train, name, graph(name), kind_name, {})
+    results = worlds.ranks(kind.world_size).run(
+        train, name, graph(name), checked_plan(name, graph(name), kind_name), {}
+    )
     error, where = worst_error(results, expected)
     worlds.table.append((name, kind_name, error, where))
 
     assert error < TOLERANCE, where
+
+
+def checked_plan(name: str, found: Graph, kind_name: str) -> Plan:
+    """A plan that splits what its kind says: tiny models are not worth it unless they are asked to."""
+    plan, kind = plan_of(name, found, kind_name), KINDS[kind_name]
+    if kind.tp > 1:
+        of_matrices, of_blocks = shares_split(found, plan)
+        assert of_matrices > (0.8 if kind.variant != "chance" else 0)
+        assert of_blocks >= 0.5 or kind.variant != "sequence"  # of two stacks, the length of one can be odd
+    return plan
 
 
 def by_world(cases: list[tuple[str, str]]) -> list[tuple[str, str]]:
@@ -122,26 +177,32 @@ def test_all_plans_of_a_family_train_as_on_one_device(worlds: Worlds, name: str,
 
 
 def check_dropout(worlds: Worlds, name: str, kind_name: str) -> None:
-    """The same elements are dropped whatever the plan: one rank is the reference."""
-    found = graph_of(name, **DROPPING)
-    assert found.dropout_nodes
-    (expected,) = worlds.ranks(1).run(train, name, found, "one device", DROPPING)
-    (without,) = worlds.ranks(1).run(train, name, graph(name), "one device", {})
-    results = worlds.ranks(KINDS[kind_name].world_size).run(train, name, found, kind_name, DROPPING)
+    """The same elements are dropped whatever the plan: one rank is the reference.
+
+    Where ranks split heads, attention must drop outside of its kernel, inside of which each draws for its own part.
+    """
+    settings = DROPPING if KINDS[kind_name].tp == 1 else DROPPING_OUTSIDE
+    found, expected = worlds.dropped(name, settings)
+    plan = checked_plan(name, found, kind_name)
+    results = worlds.ranks(KINDS[kind_name].world_size).run(train, name, found, plan, settings)
     error, where = worst_difference(results, expected)
     worlds.table.append((f"{name}, dropout", kind_name, error, where))
 
     assert error < TOLERANCE, where
-    assert abs(expected.losses[0] / without.losses[0] - 1) > 1e-6
 
 
-DROPPING = {"dropout": 0.2}
 WITH_DROPOUT = ("gpt2", "t5", "bart")
+WITH_SPLIT_DROPOUT = (*WITH_DROPOUT, "bert", "opt", "vit", "whisper")
 
 
 @pytest.mark.distributed
 def test_dropout_is_the_same_in_a_pipeline_with_recomputation(worlds: Worlds) -> None:
     check_dropout(worlds, "gpt2", "PP2")
+
+
+@pytest.mark.distributed
+def test_dropout_is_the_same_on_ranks_that_split_what_is_dropped(worlds: Worlds) -> None:
+    check_dropout(worlds, "gpt2", "TP2")
 
 
 @pytest.mark.families
@@ -150,6 +211,40 @@ def test_dropout_is_the_same_in_a_pipeline_with_recomputation(worlds: Worlds) ->
 @pytest.mark.parametrize("name", WITH_DROPOUT)
 def test_dropout_is_the_same_in_every_plan(worlds: Worlds, name: str, kind: str) -> None:
     check_dropout(worlds, name, kind)
+
+
+@pytest.mark.families
+@pytest.mark.distributed
+@pytest.mark.parametrize("kind", SPLIT)
+@pytest.mark.parametrize("name", WITH_SPLIT_DROPOUT)
+def test_dropout_is_the_same_in_every_plan_that_splits(worlds: Worlds, name: str, kind: str) -> None:
+    check_dropout(worlds, name, kind)
+
+
+def check_apply(worlds: Worlds, name: str, kind_name: str) -> None:
+    """As a user trains: every rank traces anew, the ranks are checked beside the eager module first."""
+    plan, kind = checked_plan(name, graph(name), kind_name), KINDS[kind_name]
+    found = worlds.ranks(kind.world_size).run(train_by_apply, name, plan, timeout_seconds=300)
+    expected = worlds.reference(name, kind.dp * num_microbatches(name))
+    error, where = worst_error([result for result, _ in found], expected)
+    worlds.table.append((name, f"{kind_name}, apply", error, where))
+
+    assert error < TOLERANCE, where
+    for _, report in found:
+        assert (report.ranks, report.skipped, report.replicated) == (kind.tp, "", ())
+
+
+@pytest.mark.distributed
+def test_a_split_family_is_traced_checked_and_trained_on_its_ranks(worlds: Worlds) -> None:
+    check_apply(worlds, "opt", "TP2")
+
+
+@pytest.mark.families
+@pytest.mark.timeout(400)
+@pytest.mark.distributed
+@pytest.mark.parametrize("name", [name for name in NAMES if name != "opt"])
+def test_every_split_family_is_traced_checked_and_trained_on_its_ranks(worlds: Worlds, name: str) -> None:
+    check_apply(worlds, name, "TP2")
 
 
 @pytest.mark.parametrize("name", NAMES)

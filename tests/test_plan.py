@@ -192,7 +192,9 @@ def test_every_error_is_named_at_once_with_its_path():
         ({"stages": []}, "mesh.pp is 2 but there are 0 stages"),
         ({"micro_batch": 16, "num_microbatches": 1}, "1f1b needs at least as many micro-batches as stages: 1 < 2"),
         ({"mesh": {**PLAN.to_dict()["mesh"], "tp": 2}, "devices": 8}, r"blocks\[0\].sharding is missing: mesh.tp is 2"),
-        ({"mesh": {**PLAN.to_dict()["mesh"], "cp": 2}, "devices": 8}, "mesh.cp is 2; this release runs only 1"),
+        ({"mesh": {**PLAN.to_dict()["mesh"], "cp": 2}, "devices": 8}, r"blocks\[0\].sharding is missing: mesh.cp is 2"),
+        ({"mesh": {**PLAN.to_dict()["mesh"], "ep": 2}, "devices": 8}, "mesh.ep is 2; this release runs only 1"),
+        ({"mesh": {**PLAN.to_dict()["mesh"], "cp": 2, "tp": 2}, "devices": 16}, "mesh.cp is 2 and mesh.tp is 2; this"),
         (
             {"mesh": {**PLAN.to_dict()["mesh"], "dp_replicate": 2, "dp_shard": 1}},
             "blocks with ZeRO-1, 2 or 3 need dp_shard, the mesh has none",
@@ -255,7 +257,7 @@ def test_a_plan_without_tensor_parallelism_is_written_as_before():
 
     assert "shardings" not in data
     assert "sharding" not in data["stages"][0]["blocks"][0]
-    assert "nothing is split" in sharding_text(PLAN)
+    assert "no rank has a part of a block" in sharding_text(PLAN)
 
 
 @pytest.mark.parametrize(
@@ -271,7 +273,7 @@ def test_a_plan_without_tensor_parallelism_is_written_as_before():
         (("shardings", 0, "words"), [1], r"shardings\[0\].words must hold printable text"),
         (("stages", 0, "blocks", 1, "sharding"), 2, "sharding is 2, there are 2 shardings"),
         (("stages", 0, "blocks", 1, "sharding"), None, "sharding must be a whole number, is null"),
-        (("mesh", "tp"), 1, r"blocks\[0\].sharding is 1, but mesh.tp is 1"),
+        (("mesh", "tp"), 1, r"blocks\[0\].sharding is 1, but mesh.tp and mesh.cp are 1"),
     ],
 )
 def test_a_wrong_sharding_is_refused_with_its_path(path, value, message):

@@ -60,6 +60,8 @@ KINDS = {
     "TP2": Kind(name="", tp=2, variant="leanest", recompute=("none", "full")),
     "TP2xDP2 ZeRO-1": Kind(name="", tp=2, dp=2, zero=(1,)),
     "TP2xPP2": Kind(name="", tp=2, pp=2, variant="leanest"),
+    "CP2": Kind(name="", cp=2, zero=(3,), recompute=("none", "full")),
+    "CP2xPP2": Kind(name="", cp=2, pp=2, zero=(1,), variant="lean"),
 }
 
 
@@ -285,7 +287,18 @@ def own_loop(parts: Sequence[str], kind: Kind) -> list[float]:
 
 @pytest.mark.parametrize(
     "kind",
-    ["ZeRO-0", "ZeRO-1", "ZeRO-3", "PP2", "PP2xDP2 ZeRO-1", "PP2xDP2 ZeRO-3", "TP2", "TP2xDP2 ZeRO-1", "TP2xPP2"],
+    [
+        "ZeRO-0",
+        "ZeRO-1",
+        "ZeRO-3",
+        "PP2",
+        "PP2xDP2 ZeRO-1",
+        "PP2xDP2 ZeRO-3",
+        "TP2",
+        "TP2xDP2 ZeRO-1",
+        "TP2xPP2",
+        "CP2",
+    ],
 )
 def test_a_loop_of_ones_own_accumulates_as_eager_does(two: RankPool, four: RankPool, kind: str) -> None:
     pool = {2: two, 4: four}[KINDS[kind].world_size]
@@ -337,7 +350,18 @@ def evaluated(parts: Sequence[str], kind: Kind) -> list[float]:
 
 @pytest.mark.parametrize(
     "kind",
-    ["one device", "ZeRO-0", "ZeRO-1", "ZeRO-3", "PP2", "PP2xDP2 ZeRO-1", "PP2xDP2 ZeRO-3", "TP2", "TP2xPP2"],
+    [
+        "one device",
+        "ZeRO-0",
+        "ZeRO-1",
+        "ZeRO-3",
+        "PP2",
+        "PP2xDP2 ZeRO-1",
+        "PP2xDP2 ZeRO-3",
+        "TP2",
+        "TP2xPP2",
+        "CP2xPP2",
+    ],
 )
 def test_evaluation_equals_the_eager_module_in_eval_mode(
     one: RankPool, two: RankPool, four: RankPool, kind: str

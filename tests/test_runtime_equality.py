@@ -76,6 +76,14 @@ QUICK = [
     ("bert", "PP2xDP2xTP2 ZeRO-1", "sgd"),
     ("gpt-tied", "PP2xDP2xTP2 ZeRO-3, recompute", "adamw"),
     ("llama", "HSDP 2x2xTP2 ZeRO 1/3/2 mixed", "sgd"),
+    ("gpt", "CP2", "adamw"),
+    ("t5", "CP2 lean, recompute", "sgd"),
+    ("llama", "CP4", "sgd"),
+    ("bert", "CP2xDP2 ZeRO-3", "adamw"),
+    ("llama", "CP2xDP2 ZeRO-1 lean", "sgd"),
+    ("gpt", "HSDP 2x1xCP2 ZeRO 1/3/2 mixed", "sgd"),
+    ("gpt-tied", "PP2xCP2 1F1B ZeRO-1, recompute", "sgd"),
+    ("bert", "PP2xCP2 GPipe ZeRO-3 lean", "sgd"),
 ]
 WHOLE = [(m, k, o) for k in KINDS for m in models.MODELS for o in models.OPTIMIZERS if (m, k, o) not in QUICK]
 

@@ -206,7 +206,7 @@ def test_attention_with_dropout_trains_on_ranks_that_split_heads(two: RankPool) 
         ("sharding without tp", "tp=1 and says how block"),
         ("no rule", "no rule lets"),
         ("no graph", "without a graph nothing can be split over tp=2; plan with tp=1"),
-        ("cp", "cp=2, ep=1, which the runtime does not have yet"),
+        ("ep", "ep=2, which the runtime does not have yet"),
     ],
 )
 def test_a_plan_that_cannot_be_run_is_refused_in_a_sentence(two: RankPool, change: str, sentence: str) -> None:
@@ -218,7 +218,7 @@ def test_a_plan_that_cannot_be_run_is_refused_in_a_sentence(two: RankPool, chang
 
 @pytest.mark.distributed
 def test_ranks_of_one_data_rank_are_given_the_same_batch(two: RankPool) -> None:
-    for values, counts, same in two.run(cases.different_batches):
+    for values, counts, same in two.run(cases.different_batches, Kind(name="", tp=2)):
         assert "ranks 0 and 1 split the tensors of one data rank and were given batches of different values" in values
         assert "ranks 0 and 1 are of one data rank and were given different batches (23 and 24 samples)" in counts
         assert same == ""

@@ -85,6 +85,7 @@ FROZEN_FRONT = ("layers.0", "layers.1", "layers.2", "gain")
         Kind(name="ZeRO-3", dp=2, zero=(3,), recompute=("full",)),
         Kind(name="1F1B", pp=2, sizes=(2,), longest=1),
         Kind(name="GPipe", pp=2, sizes=(2,), longest=1, schedule="gpipe", recompute=("full",)),
+        Kind(name="CP2", cp=2, zero=(2,)),
     ],
     ids=lambda kind: kind.name,
 )

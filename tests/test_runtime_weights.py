@@ -27,6 +27,7 @@ TP2 = Kind(name="TP2", tp=2, variant="lean")
 SPLIT_ON_FOUR = (
     Kind(name="TP2xDP2 ZeRO-3", tp=2, dp=2, zero=(3,), variant="lean"),
     Kind(name="PP2xTP2 ZeRO-1", tp=2, pp=2, zero=(1,), variant="lean"),
+    Kind(name="CP2xDP2 ZeRO-3", cp=2, dp=2, zero=(3,), variant="lean"),
     Kind(name="TP4", tp=4, variant="leanest"),
 )
 

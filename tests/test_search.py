@@ -104,27 +104,30 @@ def test_the_search_finds_the_best_of_all_configurations_and_choices(share):
     assert _value(graph, cluster, found.plans[0]) == pytest.approx(best, rel=1e-3)
 
 
-@pytest.mark.parametrize("share", [0.2, 1.0])
-def test_the_search_finds_the_best_way_to_split_the_model_too(share):
+@pytest.mark.parametrize(("share", "axis"), [(0.2, "tp"), (1.0, "tp"), (0.5, "cp"), (1.0, "cp")])
+def test_the_search_finds_the_best_way_to_split_the_model_too(share, axis):
     """Brute force over configurations x variants x cuts x strategies."""
     module = MLP(MLPConfig(features=64, width=64, layers=1, classes=8))
     graph = trace(module, batch_of_module(module), precision="fp32", name="mlp")
     cluster = _with_memory(graph, share)
     sharded = functools.cache(ways_to_split(graph, cluster, 4, "cuda"))
-    assert all(way.divides for way in sharded(2)[1:])  # the first may be to split nothing at this size
-    ways = [index for index, way in enumerate(sharded(2)) if way.divides]
-    useful = functools.cache(lambda degree: tuple(sharded(degree)[way] for way in ways))
-    found = search(graph, cluster, global_batch=4, precision="fp32", top=8, sharded=sharded)
+    # the first may be to split nothing at this size; a fixed degree may have nothing else
+    assert all(way.divides for way in sharded(2, axis)[1:])
+    ways = [index for index, way in enumerate(sharded(2, axis)) if way.divides]
+    ways = ways or list(range(len(sharded(2, axis))))
+    useful = functools.cache(lambda degree, axis: tuple(sharded(degree, axis)[way] for way in ways))
+    free = {} if axis == "tp" else {axis: 2}  # samples are short
+    found = search(graph, cluster, global_batch=4, precision="fp32", top=8, sharded=sharded, pins=free)
 
-    split = configurations(len(graph.blocks), 2, 2, 4, Pins(tp=2), may_split=True)
+    split = configurations(len(graph.blocks), 2, 2, 4, Pins.of({axis: 2}), may_split=True)
     assert {c.devices for c in split} == {2}
     best = min(
         _brute_force(graph, cluster, replace(c, variant=variant), useful) for c in split for variant in range(len(ways))
     )
-    plans = [plan for plan in found.plans if plan.mesh.tp == 2]
+    plans = [plan for plan in found.plans if getattr(plan.mesh, axis) == 2]
     times = [
         _value(graph, cluster, plan, useful, variant) for plan in plans for variant in range(len(ways))
-        if stored(useful(2)[variant].shardings)[0] == _bare(plan)
+        if stored(useful(2, axis)[variant].shardings)[0] == _bare(plan)
     ]  # fmt: skip
     assert plans
     assert min(times) == pytest.approx(best, rel=1e-3)
@@ -162,7 +165,7 @@ def test_a_fixed_degree_that_divides_no_node_uses_as_many_devices_as_it_can():
 
 
 def test_a_way_to_split_that_fails_is_left_out_with_the_reason_or_refused_if_it_is_fixed(graph):
-    def sharded(degree):
+    def sharded(degree, axis="tp"):
         raise PlanError(f"no luck with {degree}")
 
     cluster = Cluster.load("1x2xA100-80GB")
@@ -205,8 +208,8 @@ def _with_bytes(cluster: Cluster, num_bytes: float) -> Cluster:
 def _problem(graph, cluster: Cluster, configuration: Configuration, sharded: Sharded | None = None):
     local = (
         ShardedGraph(name="", graph=graph, shardings=())
-        if sharded is None or configuration.tp == 1
-        else sharded(configuration.tp)[configuration.variant]
+        if sharded is None or configuration.mesh.split_degree == 1
+        else sharded(configuration.mesh.split_degree, configuration.mesh.split_axis)[configuration.variant]
     )
     costs = price(
         local.graph, cluster, shardings=local.shardings, mesh=configuration.mesh, micro_batch=configuration.micro_batch,
@@ -233,7 +236,8 @@ def _value(graph, cluster: Cluster, plan: Plan, sharded: Sharded | None = None, 
     """A plan's seconds by the program."""
     configuration = Configuration(
         pp=plan.mesh.pp, dp=plan.mesh.dp, dp_shard=plan.mesh.dp_shard, micro_batch=plan.micro_batch,
-        num_microbatches=plan.num_microbatches, schedule=plan.schedule, tp=plan.mesh.tp, variant=variant,
+        num_microbatches=plan.num_microbatches, schedule=plan.schedule, tp=plan.mesh.tp, cp=plan.mesh.cp,
+        variant=variant,
     )  # fmt: skip
     costs, problem = _problem(graph, cluster, configuration, sharded)
     index = {(s.zero, "full" if s.recompute else "none"): i for i, s in enumerate(costs.strategies)}

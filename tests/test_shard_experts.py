@@ -341,7 +341,7 @@ def _trained(op, *case):
     """A training run of one rank, with the forced shardings."""
     found = _forced(case[0], op, 2)[0].shardings
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(distributed_cases, "found_shardings", lambda *_: found)
+        patch.setattr(distributed_cases, "found_shardings", lambda *_, **__: found)
         result = distributed_cases.train(*case)
     assert op in {option.op for sharding in found for option in sharding.options}
     return result

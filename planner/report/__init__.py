@@ -12,6 +12,8 @@ from rich.text import Text
 
 from planner.cluster import Cluster
 from planner.plan import BlockPlan, Plan, ShardingPlan, StagePlan
+from planner.shard.placement import Placement
+from planner.shard.words import layout_words
 from planner.units import format_bytes, format_count, format_seconds
 
 
@@ -24,9 +26,9 @@ def describe_layout(plan: Plan) -> str:
     """The mesh in a few characters: `pp 4 x dp 8 x tp 2`; `dp 2x8` for two replicas of eight shards."""
     mesh = plan.mesh
     parts = [f"pp {mesh.pp}"] if mesh.pp > 1 else []
-    hybrid = mesh.dp_replicate > 1 and mesh.dp_shard > 1
+    hybrid = mesh.dp_replicate > 1 and mesh.shards > 1
     parts += [f"dp {mesh.dp_replicate}x{mesh.dp_shard}" if hybrid else f"dp {mesh.dp}"] if mesh.dp > 1 else []
-    parts += [f"tp {mesh.tp}"] if mesh.tp > 1 else []
+    parts += [f"{axis} {getattr(mesh, axis)}" for axis in ("cp", "tp") if getattr(mesh, axis) > 1]
     return " x ".join(parts) or "1 device"
 
 
@@ -139,11 +141,12 @@ def plan_text(plan: Plan) -> str:
 
 
 def sharding_text(plan: Plan) -> str:
-    """How each block is split over the tensor-parallel ranks, and what that communicates; equal blocks once."""
-    if plan.mesh.tp == 1:
-        return f"{plan.model} on {plan.cluster}: tp 1, nothing is split over tensor-parallel ranks"
+    """How each block is split over the ranks of tp or cp, and what that communicates; equal blocks once."""
+    if plan.mesh.split_degree == 1:
+        return f"{plan.model} on {plan.cluster}: tp 1 and cp 1, no rank has a part of a block"
+    kind = {"tp": "tensor-parallel", "cp": "context-parallel"}[plan.mesh.split_axis]
     lines = [
-        f"{plan.model} on {plan.cluster}: split over {plan.mesh.tp} tensor-parallel ranks, collectives of one "
+        f"{plan.model} on {plan.cluster}: split over {plan.mesh.split_degree} {kind} ranks, collectives of one "
         f"micro-batch of {plan.micro_batch}"
     ]
     for names, sharding in _sharded_blocks(plan):
@@ -153,6 +156,8 @@ def sharding_text(plan: Plan) -> str:
         whole = [line.partition(": ")[0] for line in sharding.words if line not in split]
         lines += [f"    {line}" for line in split]
         lines += [f"    whole on every rank: {', '.join(whole)}"] if whole else []
+        handed_on = dict.fromkeys(layout_words(Placement.parse(text)) for text in sharding.outputs)
+        lines += [f"    hands on what it makes: {', '.join(handed_on)}"] if handed_on else []
         for phase in ("forward", "backward"):
             made = [
                 f"{c.count} x {c.collective} of {format_bytes(c.num_bytes)}"
@@ -168,7 +173,7 @@ def sharding_data(plan: Plan) -> list[dict[str, Any]]:
     return [
         {
             "blocks": list(names),
-            "tp": plan.mesh.tp,
+            plan.mesh.split_axis: plan.mesh.split_degree,
             "parameters": [
                 {"words": words, "placement": placement}
                 for words, placement in zip(sharding.words, sharding.parameters, strict=False)

@@ -21,8 +21,10 @@ from torch.utils.checkpoint import checkpoint
 
 from planner.errors import PlanError
 from planner.graph import Arg, Batch, Block, Graph, Node, reads
+from planner.runtime.experts import ExpertCounter, not_counted
 from planner.runtime.peers import ALONE, Peers, held
 from planner.runtime.random import Draw, Draws
+from planner.shard.loads import ends_of
 from planner.trace import MEAN_LOSSES
 from planner.trace.aten import materialize, run_nodes, torch_operator
 
@@ -62,7 +64,8 @@ class Program:
     """Code for a run of nodes: tensors in (the order of `inputs`), a tuple of tensors out.
 
     `sites` are where the parameters and buffers that it reads are registered, by tensor: (module, attribute);
-    `mutated` those of them that it writes. `sources` are the nodes by the name of the generated variable.
+    `mutated` those of them that it writes. `sources` are the nodes by the name of the generated variable; `counters`
+    count the tokens of experts.
     """
 
     inputs: tuple[int, ...]
@@ -73,6 +76,7 @@ class Program:
     mutated: tuple[int, ...]
     sources: Mapping[str, Node]
     is_random: bool
+    counters: tuple[ExpertCounter, ...] = ()
 
     def __call__(self, args: Sequence[torch.Tensor], micro_batch: int, draws: Draws | None) -> tuple[torch.Tensor, ...]:
         """The outputs, with the parameters and buffers that are registered now."""
@@ -106,13 +110,16 @@ class Lowered(nn.Module):
         micro_batch: int,
         device: torch.device,
         peers: Peers = ALONE,
+        counters: Mapping[int, ExpertCounter] = {},
     ) -> None:
         super().__init__()
         self.name = name
         self.micro_batch = micro_batch
         self.device = device
         self.add_module(_PREFIX, nn.Module())
-        self.program = self.compile(graph, nodes, inputs=inputs, outputs=outputs, attributes=attributes, peers=peers)
+        self.program = self.compile(
+            graph, nodes, inputs=inputs, outputs=outputs, attributes=attributes, peers=peers, counters=counters
+        )
 
     @property
     def inputs(self) -> tuple[int, ...]:
@@ -171,11 +178,13 @@ class Lowered(nn.Module):
         outputs: Sequence[int],
         attributes: Mapping[int, torch.Tensor],
         peers: Peers = ALONE,
+        counters: Mapping[int, ExpertCounter] = {},
     ) -> Program:
         """Code for `nodes`; what it reads is registered here where it is not yet.
 
         With `WEIGHTS` among the inputs the loss terms and divisors of the graph are weighed. A graph of one rank's
-        part communicates with its `peers`.
+        part communicates with its `peers`. `counters` are by what the grouped products make
+        that they count.
         """
         read = _read_from_outside(graph, nodes, inputs, outputs)
         sites: dict[int, tuple[nn.Module, str]] = {}
@@ -187,8 +196,11 @@ class Lowered(nn.Module):
             else:
                 constants[tensor] = attributes[tensor]
         scalars = [t for t, (m, leaf) in sites.items() if getattr(m, leaf).ndim > len(graph.tensors[t].shape)]
-        code, sources = _generate(graph, nodes, inputs, outputs, [*sites, *constants], scalars, self.device, peers)
+        code, sources = _generate(
+            graph, nodes, inputs, outputs, [*sites, *constants], scalars, self.device, peers, counters
+        )
         written = {t for i in nodes for t in graph.nodes[i].mutates}
+        made = {t for i in nodes for t in graph.nodes[i].outputs}
         return Program(
             inputs=tuple(inputs),
             outputs=tuple(outputs),
@@ -198,6 +210,7 @@ class Lowered(nn.Module):
             mutated=tuple(t for t, (module, leaf) in sorted(sites.items()) if t in written and leaf in module._buffers),
             sources=sources,
             is_random=any(graph.nodes[i].is_random for i in nodes),
+            counters=tuple(counter for t, counter in counters.items() if t in made),
         )
 
     def _registered(self, name: str, tensor: int, attributes: Mapping[int, torch.Tensor]) -> tuple[nn.Module, str]:
@@ -290,6 +303,7 @@ def _generate(
     scalars: Sequence[int],
     device: torch.device,
     peers: Peers,
+    counters: Mapping[int, ExpertCounter],
 ) -> tuple[fx.GraphModule, dict[str, Node]]:
     """A function (number of samples, draws, inputs, attributes), and the nodes by generated variable.
 
@@ -331,6 +345,9 @@ def _generate(
         for position, tensor_or_none in enumerate(node.outputs):
             if tensor_or_none is None:
                 continue
+            if tensor_or_none in counters and (ends := ends_of(node)) is not None:
+                modules[f"count_{index}"] = counters[tensor_or_none]
+                code.call_module(f"count_{index}", (env[ends],))
             item = call
             if node.returns_list:
                 item = code.call_function(_getitem, (call, position))
@@ -513,6 +530,7 @@ class Stage(nn.Module):
         device: torch.device,
         weighed: bool,
         peers: Peers = ALONE,
+        counters: Mapping[int, ExpertCounter] = {},
     ) -> StageProgram:
         """A program for another graph of the model, over the same registered parameters."""
         tied = tuple(t for t, d in enumerate(graph.tensors) if d.kind == "parameter" and d.name in self._tied_leaf)
@@ -527,6 +545,7 @@ class Stage(nn.Module):
                     outputs=outputs,
                     attributes=attributes,
                     peers=peers,
+                    counters=counters,
                 )
             )
         needed = [t for p in self.positions for t in graph.blocks[p].shared]
@@ -626,6 +645,13 @@ def _once(
     return result
 
 
+@contextmanager
+def _again(program: Program, before: Mapping[int, torch.Tensor]) -> Iterator[None]:
+    """Within it a program runs a second time in the same step."""
+    with buffers_as_before(program, before), not_counted(program.counters):
+        yield
+
+
 def _recomputed(
     block: Lowered, args: Sequence[torch.Tensor], *, program: Program, micro_batch: int, draws: Draws | None
 ) -> tuple[torch.Tensor, ...]:
@@ -636,7 +662,7 @@ def _recomputed(
 
     def contexts() -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
         before = {tensor: program.value(tensor).detach().clone() for tensor in program.mutated}
-        return nullcontext(), buffers_as_before(program, before) if before else nullcontext()
+        return nullcontext(), _again(program, before)
 
     result: tuple[torch.Tensor, ...] = checkpoint(
         block,
@@ -690,6 +716,7 @@ def lower_block(
     device: torch.device,
     weighed: bool = False,
     peers: Peers = ALONE,
+    counters: Mapping[int, ExpertCounter] = {},
 ) -> Lowered:
     """One block as a module. `tied` parameters are inputs; `attributes` has the other tensors.
 
@@ -706,6 +733,7 @@ def lower_block(
         micro_batch=micro_batch,
         device=device,
         peers=peers,
+        counters=counters,
     )
 
 

@@ -16,8 +16,8 @@ fresh ones are often all zeros or ones, and two of them could not be told apart.
 Before that the eager module runs forward twice: the graph of one that remembers its last call outside of
 buffers is wrong.
 
-With tensor parallelism the blocks of all its ranks run as well, as threads of one process on parts of the same copy,
-and are compared in the same way; an operator that a rank does otherwise is named (see `planner.runtime.split`).
+With tensor or context parallelism the blocks of all its ranks run as well, as threads of one process on parts of the
+same copy, and are compared in the same way; an operator that a rank does otherwise is named (`planner.runtime.split`).
 
 Of a model that is too large for this, the repeats of a block class are left out on both sides.
 """
@@ -42,6 +42,7 @@ from torch.utils import _pytree as pytree
 from planner.errors import CheckError, ModelError, PlanError, SolverError
 from planner.graph import Block, Graph, reads
 from planner.runtime.blocks import Program
+from planner.runtime.parts import AXIS
 from planner.runtime.samples import sample_batches
 from planner.runtime.sides import (
     Chain,
@@ -68,6 +69,7 @@ _FACTOR = 3.0  # accepted difference by the rounding error of the eager module
 _ALLOWED = {torch.float64: 1e-9, torch.float32: 1e-4}  # where rounding cannot be measured; coarser dtypes below
 _ALLOWED_COARSE = 5e-2
 _SMALLEST = 1e-3
+_NOISE_OF_RANKS = 10.0  # other kernels of other sizes cancel out otherwise
 
 # What may be spent: FLOP of one forward and backward, about 2 s of a CPU core or of a GPU; three are run at most.
 _WHOLE_FLOP = {"cpu": 1e11, "cuda": 3e14}
@@ -92,8 +94,8 @@ _STATELESS = "keep what it remembers in a buffer and draw with torch; check=Fals
 class CheckReport:
     """What was compared, and how well it agreed; `skipped` says why nothing was.
 
-    `difference` is the largest relative difference of the loss, a gradient or a buffer. `ranks` are those of tensor
-    parallelism that were compared; `replicated` are operators that they do not split, because it would have been wrong.
+    `difference` is the largest relative difference of the loss, a gradient or a buffer. `ranks` are those of the
+    mesh `axis` that splits tensors; `replicated` are operators that they do not split: it would have been wrong.
     """
 
     blocks: int = 0
@@ -103,6 +105,7 @@ class CheckReport:
     seconds: float = 0.0
     skipped: str = ""
     ranks: int = 1
+    axis: str = AXIS
     replicated: tuple[str, ...] = ()
 
     def __str__(self) -> str:
@@ -111,7 +114,7 @@ class CheckReport:
         which = f"{self.blocks} blocks" if self.blocks == self.of_blocks else (
             f"{self.blocks} of {self.of_blocks} blocks, the others repeat them"
         )  # fmt: skip
-        which += f" on {self.ranks} tensor-parallel ranks" if self.ranks > 1 else ""
+        which += f" on {self.ranks} ranks of {self.axis}" if self.ranks > 1 else ""
         replicated = f"; {', '.join(self.replicated)} run replicated" if self.replicated else ""
         return (
             f"self-check: loss and {self.gradients} gradients equal the eager module's within {self.difference:.1g} "
@@ -130,12 +133,13 @@ def check_everywhere(
     loss_fn: LossFunction | None = None,
     shardings: Sequence[Sharding] = (),
     degree: int = 1,
+    axis: str = AXIS,
     replicate: Replicate | None = None,
 ) -> tuple[CheckReport, tuple[Sharding, ...]]:
     """`check_blocks` on rank 0; all ranks get its report, or raise its error. Collective.
 
     The plan's fingerprint has already told that all ranks hold the same graph. With `replicate`, an operator that the
-    ranks of tensor parallelism do otherwise than one device is not split: `replicate` makes other shardings without the
+    ranks of `axis` do otherwise than one device is not split: `replicate` makes other shardings without the
     operators that it is given, which are checked again.
 
     Returns:
@@ -151,7 +155,7 @@ def check_everywhere(
         def check(by: tuple[Sharding, ...]) -> CheckReport:
             return check_blocks(
                 model, graph, precision=precision, micro_batch=micro_batch, device=device, batch=batch,
-                loss_fn=loss_fn, shardings=by, degree=degree,
+                loss_fn=loss_fn, shardings=by, degree=degree, axis=axis,
             )  # fmt: skip
 
         try:
@@ -176,7 +180,7 @@ def check_everywhere(
 
 
 class _OperatorError(CheckError):
-    """A rank of tensor parallelism does an operator otherwise than one device."""
+    """A rank does its part of an operator otherwise than one device."""
 
     def __init__(self, sentence: str, operator: str) -> None:
         super().__init__(sentence)
@@ -219,12 +223,13 @@ def check_blocks(
     loss_fn: LossFunction | None = None,
     shardings: Sequence[Sharding] = (),
     degree: int = 1,
+    axis: str = AXIS,
 ) -> CheckReport:
     """Compare the lowered blocks of `graph` with `model` as it is now, on `device`.
 
     Up to two samples are taken: of `batch` where it has values, else random ones. The model, its buffers and torch's
     generators are left as they are. Parameters on meta take random values. With `shardings`, one for each block, the
-    blocks of all `degree` ranks of tensor parallelism are compared, too.
+    blocks of all `degree` ranks of a mesh `axis` are compared, too.
 
     Raises:
         CheckError: they differ; names the block, the tensor, the user's line and the relative difference.
@@ -234,7 +239,7 @@ def check_blocks(
     start = time.perf_counter()
     dtype = COMPUTE_DTYPES[precision]
     plain = without_chance(graph)
-    split = Split.of(plain, shardings, degree) if shardings else None
+    split = Split.of(plain, shardings, degree, axis) if shardings else None
     least = 2 if graph.updates_statistics else 1  # batch norm has nothing to do with one
     samples = max(min(2, micro_batch), least)
     parts = _affordable(model, graph, samples, dtype, device, split)
@@ -309,7 +314,7 @@ class _Subject:
         return Chain(tensors_by_name(self.copied), self.graph, self.left, self.samples, self.device)
 
     def ranks(self) -> Ranks:
-        """The lowered blocks of the ranks of tensor parallelism, on parts of the same."""
+        """The lowered blocks of the ranks that split tensors, on parts of the same."""
         assert self.split is not None
         return Ranks(self.copied, self.split, self.left, self.samples, self.device)
 
@@ -344,7 +349,11 @@ def _compared(
                 break  # other parameters will not help
             if math.isfinite(eager.loss):
                 _check_stateless(subject, eager)
-                return _judged(subject, eager)
+                try:
+                    return _judged(subject, eager)
+                except _ChoiceError as error:
+                    failure = str(error)
+                    continue
             failure = "the eager module's loss is not finite"
     return CheckReport(skipped=f"{failure}; apply(..., batch=) takes a batch to check with")
 
@@ -407,11 +416,12 @@ def _judged(subject: _Subject, eager: _Run) -> CheckReport:
         gradients=sum(gradient is not None for gradient in eager.gradients.values()),
         difference=worst,
         ranks=subject.split.degree if subject.split is not None else 1,
+        axis=subject.split.axis if subject.split is not None else AXIS,
     )
 
 
 def _judged_ranks(subject: _Subject, eager: _Run, judge: "_Judge") -> float:
-    """What the ranks of tensor parallelism give beside what the module gave: the largest difference.
+    """What the ranks give beside what the module gave: the largest difference.
 
     Raises:
         CheckError: they differ.
@@ -425,8 +435,8 @@ def _judged_ranks(subject: _Subject, eager: _Run, judge: "_Judge") -> float:
     worst = 0.0
     for run in runs:
         lowered = _Run(loss=run.loss, gradients=run.gradients, buffers=run.buffers, counts=run.counts)
-        errors = _errors(eager, lowered, subject.graph)
-        verdict = judge.verdict(errors, _coarser(eager, lowered))
+        errors = _errors(eager, lowered, subject.graph, noise=_NOISE_OF_RANKS)
+        verdict = judge.verdict(errors, _coarser(eager, lowered), ranks=len(runs))
         if verdict is not None:
             what, source, error, allowed = _worst_tensor(subject, errors, verdict)
             raise _rank_error(
@@ -439,15 +449,31 @@ def _judged_ranks(subject: _Subject, eager: _Run, judge: "_Judge") -> float:
     return worst
 
 
+class _ChoiceError(Exception):
+    """Values cannot be compared: rounding decides what is chosen."""
+
+
 def _rank_error(subject: _Subject, limit: float, what: str) -> CheckError:
-    """The error that names the operator if it is found, else says `what` the ranks do."""
+    """The error that names the operator if it is found, else says `what` the ranks do.
+
+    Raises:
+        _ChoiceError: it is no fault.
+    """
     assert subject.split is not None
-    ranks = f"the {subject.split.degree} tensor-parallel ranks"
+    ranks = f"the {subject.split.degree} ranks of {subject.split.axis}"
     fault = None
     with contextlib.suppress(Exception):  # it is an aid; the verdict stands without it
+        blocks = list(_kept(subject.graph, subject.left))
+        if subject.split.seen_bytes(blocks, subject.samples) > _MEMORY_SHARE * _free_bytes(subject.device):
+            raise MemoryError
         fault = fault_of(subject.copied, subject.chain(), subject.ranks(), subject.fresh, limit)
     if fault is None:
         return CheckError(f"{ranks} {what}; {_CURE}")
+    if fault.is_choice:
+        raise _ChoiceError(
+            f"rounding lets the ranks of {subject.split.axis} choose otherwise than one device: {fault.operator} "
+            f"({fault.source})"
+        )
     block = subject.graph.blocks[fault.block].name
     by = "" if fault.error is None else f" differs by {fault.error:.2g} of its size, where {limit:.1g} is allowed"
     if not fault.operator:
@@ -586,11 +612,15 @@ class _Judge:
     def _rounding(self) -> dict[_Key, float] | None:
         return _rounding(self._subject, self._eager)
 
-    def verdict(self, errors: Mapping[_Key, float], coarser: str) -> _Verdict | None:
-        """None where a run differs by no more than rounding explains, and nothing runs in a coarser dtype."""
+    def verdict(self, errors: Mapping[_Key, float], coarser: str, *, ranks: int = 1) -> _Verdict | None:
+        """None where a run differs by no more than rounding explains, and nothing runs in a coarser dtype.
+
+        What several ranks add up is rounded on each of them, and in every addition.
+        """
         if _worst(errors) <= self._enough:
             return None
-        limits = {key: max(self._enough, _limit(key, self._rounding, self._coarsest)) for key in errors}
+        more = math.sqrt(ranks)
+        limits = {key: max(self._enough, more * _limit(key, self._rounding, self._coarsest)) for key in errors}
         if not coarser and all(errors[key] <= limits[key] for key in errors):
             return None
         return _Verdict(
@@ -615,8 +645,11 @@ def _enough(kind: torch.dtype) -> float:
     return _unit(kind) * (8 if kind == torch.float32 else 0.125)
 
 
-def _errors(expected: _Run, actual: _Run, graph: Graph) -> dict[_Key, float]:
-    """Relative differences of the loss, the gradients and the updated buffers."""
+def _errors(expected: _Run, actual: _Run, graph: Graph, *, noise: float = 1.0) -> dict[_Key, float]:
+    """Relative differences of the loss, the gradients and the updated buffers.
+
+    Gradients that are nothing but rounding may have `noise` times as much of it.
+    """
     result: dict[_Key, float] = {("loss", ""): difference(expected.loss, actual.loss) / (size_of(expected.loss) or 1.0)}
     neighbours: dict[str, set[str]] = {}  # parameters that blocks read together
     for block in graph.blocks:
@@ -634,7 +667,7 @@ def _errors(expected: _Run, actual: _Run, graph: Graph) -> dict[_Key, float]:
         apart = difference(gradient, actual.gradients.get(name))
         if apart:
             floor = _SMALLEST * max(map(size, neighbours.get(name, ())), default=0.0)
-            apart /= max(size(name), floor) or 1.0
+            apart /= (size(name) if size(name) >= floor else noise * floor) or 1.0
         result["gradient", name] = apart
     for name in expected.buffers.keys() | actual.buffers.keys():
         one, two = expected.buffers.get(name), actual.buffers.get(name)

@@ -36,6 +36,7 @@ from planner.runtime.blocks import (
     lower_prelude,
     shape_of,
 )
+from planner.runtime.experts import ExpertCounts
 from planner.runtime.inputs import (
     Fed,
     Form,
@@ -107,6 +108,9 @@ class Engine(Protocol):
 
     def buffers(self) -> dict[str, torch.Tensor]:
         """Buffers that this rank may have changed, by name."""
+
+    def expert_loads(self) -> dict[str, list[int]]:
+        """Tokens that each expert of each layer got so far, on all ranks; a collective."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -182,6 +186,7 @@ class GraphEngine:
         part = axis.planned
         attributes = _Attributes(part.graph, tensors, device)
         self._index = index = mesh["pp"].get_local_rank()
+        self._experts = ExpertCounts(graph, device)
         self.stage = self._build(plan, index, attributes, device)
         self._planned = _Variant(
             key=(self.inputs.form, None, True), part=part, program=self.stage.first,
@@ -232,7 +237,7 @@ class GraphEngine:
         micro_batches = split(variant.graph, tensors, shares.sizes)
         weights = variant.weights.of(micro_batches, shares)
         self._losses.clear()
-        self._factor = scale / len(micro_batches)
+        self._factor = scale / len(micro_batches) * self.axis.loss_factor
         self._own_tied = self._without_tied_gradients()
         self._share_partial()
         self.stage.program = variant.program
@@ -301,7 +306,10 @@ class GraphEngine:
         part = self.axis.part_of(whole)
         graph = part.graph
         attributes = _Attributes(graph, _Named(graph, self._buffers), self.device)
-        program = self.stage.add(graph, attributes=attributes, device=self.device, weighed=True, peers=part.peers)
+        program = self.stage.add(
+            graph, attributes=attributes, device=self.device, weighed=True, peers=part.peers,
+            counters=self._experts.of(part) if key[1] is None else {},
+        )  # fmt: skip
         variant = _Variant(
             key=key, part=part, program=program, weights=Weights(graph, attributes, self.device)
         )  # fmt: skip
@@ -477,6 +485,10 @@ class GraphEngine:
         """Buffers that this stage updates, by name."""
         return {self.graph.tensors[t].name: b for t, b in self.stage.buffers_written().items()}
 
+    def expert_loads(self) -> dict[str, list[int]]:
+        """Tokens that each expert of each layer got so far, on all ranks; a collective."""
+        return self._experts.read()
+
     def _scaled(self, loss: torch.Tensor) -> torch.Tensor:
         """Keep a micro-batch's loss, and give its part of the mean."""
         self._losses.append(loss.detach())
@@ -489,11 +501,12 @@ class GraphEngine:
         positions = stage_positions(plan)[index]
         block_plans = plan.stages[index].blocks
         tied = tied_within(graph, positions)
+        counters = self._experts.of(part)
         blocks: list[Lowered] = []
         for position, block_plan in zip(positions, block_plans, strict=True):
             block = lower_block(
                 graph, graph.blocks[position], tied=tied, attributes=attributes,
-                micro_batch=micro_batch, device=device, weighed=True, peers=part.peers,
+                micro_batch=micro_batch, device=device, weighed=True, peers=part.peers, counters=counters,
             )  # fmt: skip
             self.sharder.wrap(block, block_plan.zero)
             blocks.append(block)

@@ -153,6 +153,10 @@ class FallbackEngine:
         """The model's buffers by name."""
         return dict(self.model.named_buffers())
 
+    def expert_loads(self) -> dict[str, list[int]]:
+        """Nothing: experts are found in a graph."""
+        return {}
+
     def after_backward(self) -> None:
         """Free gathered parameters; take gradients from parameters that no rank used."""
         self.sharder.after_backward()

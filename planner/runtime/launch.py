@@ -9,9 +9,9 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -30,13 +30,14 @@ _LOG_TAIL = 4000  # characters of torchrun's own words, where no rank left any
 class Training:
     """What was measured: loss of each step, seconds of a step (median), peak bytes of each rank.
 
-    `check` is what the self-check before training found, in words.
+    `check` is what the self-check before training found, in words; `expert_loads` the tokens of each expert by layer.
     """
 
     losses: tuple[float, ...]
     measured_step_seconds: float
     peak_bytes: tuple[int, ...]
     check: str
+    expert_loads: Mapping[str, list[int]] = field(default_factory=dict)
 
 
 class RankError(RunError):
@@ -87,6 +88,7 @@ def launch(job: Job, plan: Plan, on_step: Callable[[int, float, float], None]) -
             measured_step_seconds=result["measured_step_seconds"],
             peak_bytes=tuple(result["peak_bytes"]),
             check=result["check"],
+            expert_loads=result["expert_loads"],
         )
 
 

@@ -1,7 +1,10 @@
-"""Tensor parallelism on one rank: the graph of its part, the operators that communicate, gradients that are summed.
+"""Tensor or context parallelism on one rank: the graph of its part, the operators that communicate, gradient sums.
 
 The graph that a stage is lowered from has the sizes of one rank (`planner.shard.localize`): its `planner.*` operators
-run over the process group of the mesh axis `tp`. What is not split is whole and equal on all ranks of the axis.
+run over the process group of the mesh axis `tp` or `cp`. What is not split is whole and equal on all ranks of the axis.
+
+Ranks of `cp` have parts of activations alone: every parameter is whole, and each rank finds a part of its gradient.
+They are ranks of FSDP as those of `dp_shard` are, which averages over them what is to be summed: the loss is scaled.
 """
 
 import logging
@@ -20,7 +23,7 @@ from planner.graph import Graph, Node, Size
 from planner.plan import Plan
 from planner.runtime.parts import AXIS, TensorParallel
 from planner.shard.localize import Localized, localize
-from planner.shard.placement import Collective, Placement, Q, R, Sharding, operands_of
+from planner.shard.placement import Collective, Placement, Q, R, Sharding, effective, operands_of
 from planner.shard.program import Prices, resharded
 from planner.shard.stored import restored
 from planner.trace.parallel import Communicator, Pretended, ProcessGroup, bound
@@ -44,12 +47,12 @@ class Peers:
     split_draws: frozenset[int] = frozenset()
 
     @classmethod
-    def of(cls, communicator: Communicator, split_draws: Collection[int] = ()) -> "Peers":
-        """The ranks of the tensor-parallel axis."""
+    def of(cls, communicator: Communicator, split_draws: Collection[int] = (), *, axis: str = AXIS) -> "Peers":
+        """The ranks of the axis that splits tensors."""
         return cls(
             rank=communicator.rank,
             size=communicator.size,
-            operators=bound({AXIS: communicator}),
+            operators=bound({axis: communicator}),
             split_draws=frozenset(split_draws),
         )
 
@@ -72,20 +75,22 @@ class Part:
 
 
 class Axis:
-    """The tensor-parallel axis of a plan, as one rank sees it: how graphs of the model are split over it.
+    """The axis of a plan that splits tensors, as one rank sees it: how graphs of the model are split over it.
 
     `planned` is the part of the planned graph, by `shardings`; `parallel` how parameters and buffers are held, None
-    without tensor parallelism, where the part is the whole.
+    where they are whole: without tensor parallelism. With neither `tp` nor `cp` the part is the whole.
     """
 
     def __init__(self, plan: Plan, graph: Graph, mesh: DeviceMesh, *, replicated: Collection[str] = ()) -> None:
-        """`mesh` has an axis `tp`; operators that are `replicated` are split in no other graph of the model either.
+        """`mesh` has the axes `tp` and `cp`; `replicated` operators are split in no other graph of the model either.
 
         Raises:
             PlanError: the plan's shardings are not for this graph.
         """
-        self.size = plan.mesh.tp
-        self._group = mesh[AXIS].get_group()
+        self.name = plan.mesh.split_axis
+        self.size = plan.mesh.split_degree
+        self.loss_factor = plan.mesh.cp  # FSDP averages over `cp`, whose ranks have parts of a sum
+        self._group = mesh[self.name].get_group()
         self._communicator = ProcessGroup(self._group)
         self._replicated = replicated
         self.shardings: tuple[Sharding, ...] = ()
@@ -95,13 +100,16 @@ class Axis:
             return
         of_block = [block.sharding for block in plan.block_plans if block.sharding is not None]
         self.shardings = restored(graph, plan.shardings, of_block, self.size)
-        local = localize(graph, self.shardings, self.size, axis=AXIS)
-        placements = {
+        local = localize(graph, self.shardings, self.size, axis=self.name)
+        self._placements = {
             described.name: local.placements.get(tensor, R)
             for tensor, described in enumerate(graph.tensors)
             if described.kind in ("parameter", "buffer")
         }
-        self.parallel = TensorParallel(mesh[AXIS], placements)
+        if self.name == AXIS:
+            self.parallel = TensorParallel(mesh[AXIS], self._placements)
+        else:
+            _check_whole(graph, local.placements)
         self.planned = self._part(graph, local)
         for number in sorted(self.planned.peers.split_draws)[:1]:
             node = [node for node in local.graph.nodes if node.is_random][number]
@@ -116,12 +124,13 @@ class Axis:
         Raises:
             PlanError: they cannot be.
         """
-        if self.parallel is None:
+        if self.size == 1:
             return Part(whole=graph, graph=graph)
         shardings = resharded(
-            graph, self.size, _PRICES, self.parallel.placements, None, replicated=self._replicated
+            graph, self.size, _PRICES, self._placements, None, replicated=self._replicated,
+            whole_parameters=self.parallel is None,
         )  # fmt: skip
-        return self._part(graph, localize(graph, shardings, self.size, axis=AXIS))
+        return self._part(graph, localize(graph, shardings, self.size, axis=self.name))
 
     def _part(self, whole: Graph, local: Localized) -> Part:
         graph = local.graph
@@ -135,12 +144,12 @@ class Axis:
             whole=whole,
             graph=graph,
             placements=local.placements,
-            peers=Peers.of(self._communicator, split),
-            pretended=Peers.of(Pretended(self.size), split),
+            peers=Peers.of(self._communicator, split, axis=self.name),
+            pretended=Peers.of(Pretended(self.size), split, axis=self.name),
         )
 
     def is_partial(self, name: str) -> bool:
-        """Whether every rank has a part of the sum that is the gradient of a parameter."""
+        """Whether every rank has a part of the sum that is the gradient of a parameter, which nobody else takes."""
         return self.parallel is not None and self.parallel.of(name) == Q
 
     def is_split(self, name: str) -> bool:
@@ -197,8 +206,30 @@ _PRICES = Prices(
 )  # fmt: skip
 
 
+def _check_whole(graph: Graph, placements: Mapping[int, Placement]) -> None:
+    """Refuse what context parallelism cannot hold.
+
+    Raises:
+        PlanError: a parameter or buffer is split, or a gradient of one is no part of a sum.
+    """
+    for tensor, placement in placements.items():
+        described = graph.tensors[tensor]
+        wanted = Q if described.requires_grad else R
+        is_stored = described.kind in ("parameter", "buffer")
+        if is_stored and effective(placement, has_gradient=described.requires_grad) != wanted:
+            raise PlanError(
+                f"the plan holds {described.name} as {placement} on the ranks of cp, which have all of each parameter "
+                f"({wanted}); plan again"
+            )
+
+
 def replicated(
-    graph: Graph, degree: int, operators: Collection[str], shardings: Sequence[Sharding]
+    graph: Graph,
+    degree: int,
+    operators: Collection[str],
+    shardings: Sequence[Sharding],
+    *,
+    whole_parameters: bool = False,
 ) -> tuple[Sharding, ...]:
     """Other shardings of a graph that do not split some `operators` (conversions among them are not made).
 
@@ -227,7 +258,9 @@ def replicated(
         ({}, None),
     ):
         try:
-            return resharded(graph, degree, _PRICES, kept, layouts, replicated=operators)
+            return resharded(
+                graph, degree, _PRICES, kept, layouts, replicated=operators, whole_parameters=whole_parameters
+            )
         except (PlanError, SolverError) as error:
             failure = error
     assert failure is not None

@@ -1,17 +1,19 @@
-"""The ranks of tensor parallelism as threads of one process, and the operator at which they go wrong.
+"""The ranks that split tensors as threads of one process, and the operator at which they go wrong.
 
 What the self-check runs beside the eager module: the blocks of every rank, lowered as in training from the graph of one
 rank, on parts of one copy of the model. Values and gradients are put together as the placements say.
 
 If they are not the module's, the graph of one device and that of the ranks run once more, node by node. The first node
 whose value differs is at fault; if none does, the one that is first in backward to give an operand another gradient.
+Where rounding lets ranks choose otherwise (an expert, the larger of two), the choice is the first that differs, and is
+what one device makes of the ranks' operands: no fault, but nothing after it can be compared.
 """
 
 import threading
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, cast
 
 import torch
@@ -25,6 +27,7 @@ from planner.runtime.sides import Chain, Left, Repeatable, difference, size_of, 
 from planner.shard.localize import Localized, localize
 from planner.shard.placement import Option, P, Placement, Q, R, Sharding, differentiable, effective, operands_of
 from planner.shard.work import flop_of
+from planner.trace.aten import call_node
 from planner.trace.parallel import Communicator, Threads, put_together
 
 _TIMEOUT_SECONDS = 600.0  # ranks share the cores, so that one may wait long for another
@@ -33,22 +36,23 @@ _SMALLEST = 1e-3  # of the largest gradient of its block: gradients that are zer
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class Split:
-    """How a graph is split over the ranks of the tensor-parallel axis."""
+    """How a graph is split over the ranks of a mesh axis."""
 
     graph: Graph
     local: Localized
     shardings: tuple[Sharding, ...]
     degree: int
+    axis: str
 
     @classmethod
-    def of(cls, graph: Graph, shardings: Sequence[Sharding], degree: int) -> "Split":
+    def of(cls, graph: Graph, shardings: Sequence[Sharding], degree: int, axis: str = AXIS) -> "Split":
         """Make the graph of a rank.
 
         Raises:
             PlanError: as `localize`.
         """
-        local = localize(graph, shardings, degree, axis=AXIS)
-        return cls(graph=graph, local=local, shardings=tuple(shardings), degree=degree)
+        local = localize(graph, shardings, degree, axis=axis)
+        return cls(graph=graph, local=local, shardings=tuple(shardings), degree=degree, axis=axis)
 
     def flop_ratio(self) -> float:
         """FLOP of all ranks together, in units of what one device does."""
@@ -70,6 +74,12 @@ class Split:
                     one += self.graph.tensors[tensor].num_bytes.at(1)
                     all_of_them += self.local.graph.tensors[tensor].num_bytes.at(1) * self.degree
         return all_of_them / one if one else 1.0
+
+    def seen_bytes(self, blocks: Sequence[Block], samples: int) -> float:
+        """What `fault_of` keeps: what every node makes and the gradients of it, of one device and of the ranks."""
+        made = {t for block in blocks for i in block.nodes for t in self.graph.nodes[i].outputs if t is not None}
+        one = sum(self.graph.tensors[tensor].num_bytes.at(samples) for tensor in made)
+        return 2 * one * (1 + self.bytes_ratio(blocks, "activation"))
 
     def steps(self) -> Iterator["Step"]:
         """The nodes of the ranks' blocks in order."""
@@ -127,7 +137,7 @@ class Ranks:
         self._threads = Threads(split.degree, timeout_seconds=_TIMEOUT_SECONDS)
         self.held = [self._held(named, rank) for rank in range(split.degree)]
         self.chains = [
-            Chain(held, split.local.graph, left, samples, device, peers=Peers.of(communicator))
+            Chain(held, split.local.graph, left, samples, device, peers=Peers.of(communicator, axis=split.axis))
             for held, communicator in zip(self.held, self._threads.communicators, strict=True)
         ]
 
@@ -212,7 +222,10 @@ def together(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Fault:
-    """What a rank does otherwise than one device: the operator ("" if it is none), how it is split, what differs."""
+    """What a rank does otherwise than one device: the operator ("" if it is none), how it is split, what differs.
+
+    `is_choice` where the operator is right, and rounding of what it is given makes the difference.
+    """
 
     operator: str
     placed: str
@@ -220,6 +233,7 @@ class Fault:
     source: str
     what: str
     error: float | None = None  # None where it fails
+    is_choice: bool = False
 
     @property
     def words(self) -> str:
@@ -299,7 +313,8 @@ class _Watch(fx.Interpreter):
         is_call = node is not None and not (node.returns_list and n in self._tensors)
         value = self._called(n, cast("Node", node)) if is_call else super().run_node(n)
         tensor = self._tensors.get(n)
-        if tensor is not None and isinstance(value, torch.Tensor) and not str(n.target).startswith("in_"):
+        is_input = n.op == "placeholder" and str(n.target).startswith("in_")  # mostly made and taken down before
+        if tensor is not None and isinstance(value, torch.Tensor) and not (is_input and tensor in self._seen.values):
             self._seen.values[tensor] = value.detach().clone()
         return value
 
@@ -405,8 +420,67 @@ class _Search:
             for mine, theirs, placement in made:
                 error = self._value_error(mine, placement, theirs)
                 if not error <= self._limit:
-                    return _fault(self._split, step, "what it makes", error, self._from_to(step))
+                    found = _fault(self._split, step, "what it makes", error, self._from_to(step))
+                    return replace(found, is_choice=self._is_choice(step, theirs, mine, placement))
         return None
+
+    def _is_choice(self, step: Step, tensor: int, mine: int, placement: Placement) -> bool:
+        """Whether a node makes numbers or truths that one device makes as well of what the ranks give it."""
+        if step.of is None or self._split.graph.tensors[tensor].dtype.startswith(("float", "bfloat", "complex")):
+            return False
+        operands = self._joined_operands(step)
+        if not operands:
+            return False
+        device = next(iter(operands.values())).device
+        with torch.no_grad():
+            node = self._split.graph.nodes[step.of]
+            made = dict(call_node(node, operands, micro_batch=self._samples, device=device))
+        found = together([seen.values[mine] for seen in self._ranks], placement, self._samples)
+        return all(torch.equal(made[tensor], value) for value in found)
+
+    def _joined_operands(self, step: Step) -> dict[int, torch.Tensor] | None:
+        """What the ranks give a node, put together, by tensor of the whole graph; None where it cannot be."""
+        operands: dict[int, torch.Tensor] = {}
+        for own, wanted in self._operands(step).items():
+            values = [seen.values.get(own) for seen in self._ranks]
+            present = [value for value in values if value is not None]
+            if len(present) < len(values) or (wanted.is_part and not wanted.is_split):
+                return None
+            operands[self._origin[own]] = together(present, wanted, self._samples)[0]
+        return operands
+
+    def _is_bend(self, step: Step, tensor: int, found: Sequence[torch.Tensor | None], placement: Placement) -> bool:
+        """Whether one device gives an operand this gradient as well, with what the ranks give the node both ways.
+
+        Then rounding decides on which side of a bend a value is, as at the zero of a relu.
+        """
+        operands = self._joined_operands(step)
+        if step.of is None or not operands:
+            return False
+        leaves = {t: v.detach().clone().requires_grad_(v.is_floating_point()) for t, v in operands.items()}
+        device = leaves[tensor].device
+        try:
+            with torch.enable_grad():
+                env = {t: leaf.clone() for t, leaf in leaves.items()}
+                made = dict(call_node(self._split.graph.nodes[step.of], env, micro_batch=self._samples, device=device))
+            incoming = {theirs: self._joined_gradient(mine) for mine, theirs, _ in self._outputs(step)}
+            pairs = [(made[t], g) for t, g in incoming.items() if g is not None and made[t].requires_grad]
+            (own,) = torch.autograd.grad([v for v, _ in pairs], [leaves[tensor]], [g for _, g in pairs])
+        except Exception:  # it remains at fault
+            return False
+        return self._error(found, placement, own, is_gradient=True) <= self._limit
+
+    def _joined_gradient(self, mine: int) -> torch.Tensor | None:
+        """The gradient that comes to what a rank's node made, put together over its readers."""
+        total: torch.Tensor | None = None
+        for step in self._readers[mine]:
+            placement = self._operands(step).get(mine, R)
+            values = [seen.gradients.get((step.index, mine)) for seen in self._ranks]
+            present = [value for value in values if value is not None]
+            if len(present) == len(values):
+                one = together(present, placement, self._samples, is_gradient=True)[0]
+                total = one if total is None else total + one
+        return total
 
     def backward(self) -> Fault | None:
         """The node that is the first in backward to give an operand another gradient."""
@@ -426,7 +500,8 @@ class _Search:
                 if not error <= self._limit:
                     name = self._split.graph.tensors[self._origin[tensor]].name
                     what = f"the gradient that it gives {name}"
-                    return _fault(self._split, step, what, error, self._from_to(step))
+                    fault = _fault(self._split, step, what, error, self._from_to(step))
+                    return replace(fault, is_choice=self._is_bend(step, self._origin[tensor], found, placement))
         return None
 
     @property

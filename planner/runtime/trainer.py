@@ -19,7 +19,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from planner.errors import PlanError, RunError
 from planner.graph import Graph
-from planner.plan import Plan
+from planner.plan import Mesh, Plan
 from planner.runtime.check import CheckReport, check_everywhere
 from planner.runtime.execute import (
     Engine,
@@ -80,7 +80,7 @@ class Trainer:
         self.engine = engine
         self.device = device
         self.data_world = plan.mesh.dp
-        self.data_rank = dist.get_rank() // plan.mesh.tp % plan.mesh.dp
+        self.data_rank = dist.get_rank() // plan.mesh.split_degree % plan.mesh.dp
         self.grad_norm = math.nan
         self.check: CheckReport | None = None
         self.weight_bytes_read = 0
@@ -99,7 +99,7 @@ class Trainer:
             self.optimizer = make(named) if named else None
             if self.optimizer is not None:
                 check_elementwise(
-                    self.optimizer, num_shards=plan.mesh.dp_shard, num_stages=plan.mesh.pp, num_parts=plan.mesh.tp
+                    self.optimizer, num_shards=plan.mesh.shards, num_stages=plan.mesh.pp, num_parts=plan.mesh.tp
                 )
 
     @property
@@ -114,7 +114,8 @@ class Trainer:
     def step(self, batch: object) -> float:
         """Train on one batch: this data rank's `global_batch / data_world` samples, or fewer.
 
-        All ranks of one data rank (`data_rank`) give the same batch: those of its pipeline and of tensor parallelism.
+        All ranks of one data rank (`data_rank`) give the same batch: those of its pipeline and of tensor or context
+        parallelism.
         Data ranks may differ a little in samples, and sequence lengths may change from step to step. Returns the loss
         of the whole global batch, on every rank: as one device has it, whatever the samples, valid targets and masks of
         each micro-batch. Gradients stay until the next step.
@@ -192,7 +193,7 @@ class Trainer:
 
     def _share_of(self, loss: torch.Tensor) -> torch.Tensor:
         """What this rank adds to the sum over all ranks that is the loss; ranks that split tensors have it alike."""
-        return loss / (self.data_world * self.plan.mesh.tp)
+        return loss / (self.data_world * self.plan.mesh.split_degree)
 
     def _note_norm(self, squared: float) -> None:
         # Replicas hold the same gradient, shards of one gradient add up.
@@ -226,9 +227,17 @@ class Trainer:
         """
         return self._template.save(
             Path(directory), self.engine, stage=self._mesh["pp"].get_local_rank(),
-            is_writer=self.data_rank == 0 and self._mesh["tp"].get_local_rank() == 0,
+            is_writer=self.data_rank == 0 and dist.get_rank() % self.plan.mesh.split_degree == 0,
             max_shard_bytes=max_shard_bytes, dtype=dtype,
         )  # fmt: skip
+
+    def expert_loads(self) -> dict[str, list[int]]:
+        """Tokens that each expert of each layer got in all training so far, on all ranks; every rank must call it.
+
+        Layers are named by the module whose grouped product it is; a token that takes two experts counts for both.
+        Experts that are no grouped product are not counted. `autoplan(..., expert_loads=)` plans with what it returns.
+        """
+        return self.engine.expert_loads()
 
     def gradients(self) -> dict[str, torch.Tensor]:
         """Full gradients of this rank's parameters by name, on the CPU, as the last step used them.
@@ -355,8 +364,8 @@ def apply_plan(
     self-check, and where the model has no graph. `seed` is also that of dropout and other random operators: with a
     graph the same elements are dropped whatever the plan. They leave torch's own generator as it is. With `check`, rank
     0 first compares the lowered blocks with `model` as it is now, on samples of `batch` or random ones. An operator
-    that tensor-parallel ranks do otherwise than one device is an error; with "replicate" it runs whole on every rank
-    instead, and the trainer's plan says how.
+    that ranks which share its work do otherwise than one device is an error; with "replicate" it runs whole on every
+    rank instead, and the trainer's plan says how.
 
     Raises:
         PlanError: the plan is not for this model, graph or number of processes.
@@ -379,25 +388,27 @@ def apply_plan(
             "not where it is one over labels that count (ignored labels, masks) and micro-batches differ in those"
         )
     warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a view tensor")
-    mesh = init_device_mesh(
-        device.type,
-        (plan.mesh.pp, plan.mesh.dp_replicate, plan.mesh.dp_shard, plan.mesh.tp),
-        mesh_dim_names=("pp", "dp_replicate", "dp_shard", "tp"),
-    )
+    # FSDP shards over the ranks of cp as well: to it they are one axis.
+    sharding_mesh = _device_mesh(device, plan.mesh.shards, replace(plan.mesh, cp=1))
+    mesh = sharding_mesh if plan.mesh.cp == 1 else _device_mesh(device, plan.mesh.dp_shard, plan.mesh)
     with together():
         axis = Axis(plan, graph, mesh)
     report = None
     if check:
         report, shardings = check_everywhere(
             model, graph, precision=plan.precision, micro_batch=plan.micro_batch, device=device, batch=batch,
-            loss_fn=loss_fn, shardings=axis.shardings, degree=plan.mesh.tp,
-            replicate=partial(replicated, graph, plan.mesh.tp) if check == "replicate" else None,
+            loss_fn=loss_fn, shardings=axis.shardings, degree=axis.size, axis=axis.name,
+            replicate=(
+                partial(replicated, graph, axis.size, whole_parameters=plan.mesh.cp > 1)
+                if check == "replicate"
+                else None
+            ),
         )  # fmt: skip
         if report.replicated:
             plan = _with_shardings(plan, shardings)
             with together():
                 axis = Axis(plan, graph, mesh, replicated=report.replicated)
-    sharder = Sharder(_data_mesh(plan, mesh), plan.precision, same_gradients=not graph.fallbacks)
+    sharder = Sharder(_data_mesh(plan, sharding_mesh), plan.precision, same_gradients=not graph.fallbacks)
     with together():
         template = StateTemplate(model, plan, graph, values, axis.parallel)
     engine: Engine
@@ -488,16 +499,19 @@ def _check_plan(plan: Plan, graph: Graph) -> None:
             "plan again"
         )
     mesh = plan.mesh
-    if mesh.cp > 1 or mesh.ep > 1:
-        raise PlanError(f"the plan uses cp={mesh.cp}, ep={mesh.ep}, which the runtime does not have yet; plan without")
-    if mesh.tp > 1 and graph.fallbacks:
-        raise PlanError(f"{graph.fallbacks[0]}; without a graph nothing can be split over tp={mesh.tp}; plan with tp=1")
-    block = next((block for block in plan.block_plans if (block.sharding is None) == (mesh.tp > 1)), None)
+    if mesh.ep > 1:
+        raise PlanError(f"the plan uses ep={mesh.ep}, which the runtime does not have yet; plan without")
+    if mesh.cp > 1 and mesh.tp > 1:
+        raise PlanError(f"the plan uses cp={mesh.cp} and tp={mesh.tp}, of which the runtime has one at a time; fix one")
+    split = f"{mesh.split_axis}={mesh.split_degree}"
+    if mesh.split_degree > 1 and graph.fallbacks:
+        raise PlanError(
+            f"{graph.fallbacks[0]}; without a graph nothing can be split over {split}; plan with {mesh.split_axis}=1"
+        )
+    block = next((block for block in plan.block_plans if (block.sharding is None) == (mesh.split_degree > 1)), None)
     if block is not None:
         says = "does not say" if block.sharding is None else "says"
-        raise PlanError(
-            f"the plan has tp={mesh.tp} and {says} how block {block.name or '(the model)'} is split; plan again"
-        )
+        raise PlanError(f"the plan has {split} and {says} how block {block.name or '(the model)'} is split; plan again")
     if plan.precision not in COMPUTE_DTYPES or _GRAPH_DTYPES.get(graph.dtype) != plan.precision:
         raise PlanError(
             f"the plan trains in {plan.precision}, the graph was traced in {graph.dtype}; the "
@@ -527,12 +541,12 @@ def _check_plan(plan: Plan, graph: Graph) -> None:
     zeros = [block.zero for stage in plan.stages for block in stage.blocks]
     for stage in plan.stages:
         stage_class([block.zero for block in stage.blocks], mesh.pp)
-    if 0 in zeros and (max(zeros) > 0 or mesh.dp_shard > 1):
+    if 0 in zeros and (max(zeros) > 0 or mesh.shards > 1):
         raise PlanError(
             f"ZeRO-0 blocks use dp_replicate and all blocks or none; the plan has dp_replicate="
-            f"{mesh.dp_replicate}, dp_shard={mesh.dp_shard} and ZeRO stages {sorted(set(zeros))}"
+            f"{mesh.dp_replicate}, dp_shard={mesh.dp_shard}, cp={mesh.cp} and ZeRO stages {sorted(set(zeros))}"
         )
-    if 0 not in zeros and mesh.dp_shard == 1 < mesh.dp_replicate:
+    if 0 not in zeros and mesh.shards == 1 < mesh.dp_replicate:
         raise PlanError(
             f"ZeRO stages {sorted(set(zeros))} shard over dp_shard, which is 1 in the plan beside dp_replicate="
             f"{mesh.dp_replicate}"
@@ -598,14 +612,23 @@ def _check_same_plan(plan: Plan) -> None:
         )
 
 
+def _device_mesh(device: torch.device, dp_shard: int, mesh: Mesh) -> DeviceMesh:
+    """The ranks in the order of the axes, `tp` innermost; `dp_shard` may have those of `cp`, which is left out of 1."""
+    sizes = {"pp": mesh.pp, "dp_replicate": mesh.dp_replicate, "dp_shard": dp_shard}
+    sizes |= {"cp": mesh.cp, "tp": mesh.tp} if mesh.cp > 1 else {"tp": mesh.tp}
+    return init_device_mesh(device.type, tuple(sizes.values()), mesh_dim_names=tuple(sizes))
+
+
 def _data_mesh(plan: Plan, mesh: DeviceMesh) -> DeviceMesh | None:
     """The axis that ZeRO works on, or both for hybrid sharding; none where one data rank needs no wrapper.
 
+    `mesh` has the ranks of `cp` in `dp_shard`.
+
     One data rank in bf16 is wrapped as well: mixed precision is the wrapper's.
     """
-    if plan.mesh.dp == 1 and plan.precision != "bf16":
+    if plan.mesh.dp * plan.mesh.cp == 1 and plan.precision != "bf16":
         return None
-    if plan.mesh.dp_replicate > 1 and plan.mesh.dp_shard > 1:
+    if plan.mesh.dp_replicate > 1 and plan.mesh.shards > 1:
         return mesh["dp_replicate", "dp_shard"]
     is_replicated = plan.stages[0].blocks[0].zero == 0
     return mesh["dp_replicate"] if is_replicated else mesh["dp_shard"]

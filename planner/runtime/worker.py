@@ -20,12 +20,13 @@ from typing import Any, Literal
 import torch
 import torch.distributed as dist
 
-from planner.errors import ModelError, PlannerError, RunError
+from planner.errors import ModelError, PlanError, PlannerError, RunError
 from planner.graph import Graph, Ref
 from planner.plan import Plan
 from planner.runtime.optimizers import Optimizer
 from planner.runtime.parent import die_with_parent
 from planner.runtime.trainer import apply_plan
+from planner.shard.loads import expert_layers
 from planner.trace import leaves, map_leaves, trace
 from planner.zoo.load import LoadedModel, load_function, load_model
 from planner.zoo.text import TEXT_VOCABULARY, continued_text_batch, masked_text_batch, random_batch, text_batch
@@ -49,6 +50,7 @@ class Job:
     data: str | None = None
     check: bool | Literal["replicate"] = True
     weights: str | None = None  # a directory or file
+    needs_experts: bool = False  # to count their tokens
     folder: str = ""  # the launcher's: the plan is there, events and errors go there
 
     def dumps(self) -> str:
@@ -131,6 +133,8 @@ def _train(job: Job, folder: Path, rank: int) -> None:
         name=plan.model,
         device_kind=device_kind(),
     )
+    if job.needs_experts and not expert_layers(graph):
+        raise PlanError(f"{plan.model} has no grouped products of experts to count; leave out --count-experts")
     dist.init_process_group("nccl" if device_kind() == "cuda" else "gloo")
     _import_the_rest()
     baseline_bytes = _resident_bytes()
@@ -161,12 +165,14 @@ def _train(job: Job, folder: Path, rank: int) -> None:
     peak = _peak_bytes(baseline_bytes)
     peaks: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(peaks, peak)
+    expert_loads = trainer.expert_loads()
     if rank == 0:
         steady = seconds[min(_WARM_UP_STEPS, len(seconds) - 1) :]
         result = {
             "measured_step_seconds": statistics.median(steady),
             "peak_bytes": peaks,
             "check": str(trainer.check or "self-check: off"),
+            "expert_loads": expert_loads,
         }
         (folder / "result.json").write_text(json.dumps(result), encoding="utf-8")
     dist.barrier()

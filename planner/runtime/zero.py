@@ -16,8 +16,9 @@ ZeRO-0/1 whatever its flags (synchronisation off until the end, parameters kept)
 the root is hidden in a plain module and the flags set here hold. Source: torch 2.13,
 `torch.distributed.pipelining.stage`, and the held bytes that the tests compare.
 
-Gradients are averaged over the data-parallel ranks by FSDP. Stock `scale_grads` of the schedules
-misses gradients of parameters that are gathered, so losses are divided by the micro-batches instead.
+Gradients are averaged by FSDP over the data-parallel ranks, and over those of context parallelism, which are among
+those of dp_shard here and whose parts are to be summed: the loss is multiplied by their number. Stock `scale_grads` of
+the schedules misses gradients of parameters that are gathered, so losses are divided by the micro-batches instead.
 """
 
 from collections.abc import Iterator, Sequence

@@ -1,6 +1,6 @@
 """`autoplan(model, cluster)`: trace, search, and return the fastest plan that fits."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal
 
 from torch import Tensor, float64, nn
@@ -13,6 +13,7 @@ from planner.plan import OPTIMIZERS, Plan
 from planner.search.choices import Pins
 from planner.search.engine import OBJECTIVES, Progress, Search, Sharded, Statistics, search
 from planner.search.sharded import ShardedGraph, prices
+from planner.shard.loads import check_expert_loads, worst_loads
 from planner.shard.localize import localize
 from planner.shard.program import variants
 from planner.trace import priced, trace
@@ -25,6 +26,7 @@ __all__ = [
 
 SAMPLES_PER_DEVICE = 8  # of the default global batch
 LossFunction = Callable[[Any, Any], Tensor]
+Loads = Mapping[str, Sequence[int]]  # tokens of each expert, by layer
 
 
 def autoplan(model: nn.Module, cluster: Cluster | str = "local", **options: Any) -> Plan:
@@ -52,20 +54,22 @@ def ranked_plans(
     fix: Pins | Mapping[str, Any] | str | None = None,
     top: int = 5,
     name: str = "",
+    expert_loads: Loads | None = None,
 ) -> tuple[Plan, ...]:
     """The best plans, best first, each of another configuration.
 
     `batch` is an example (any number of samples, `meta` will do): a dict of keyword arguments, a tuple of arguments,
     or a tensor; it is inferred for models of the zoo and of Hugging Face. `loss_fn(output, batch)` returns the scalar
     mean loss if the model does not. `precision` is bf16, fp32 or fp64; by default bf16 where the device has it.
-    `fix` pins choices, such as {"pp": 2, "zero": 1}.
+    `fix` pins choices, such as {"pp": 2, "zero": 1}. `expert_loads` are what `trainer.expert_loads()` of a run gave,
+    tokens of each expert by layer: experts that are spread over ranks are priced by them, not as equally busy.
 
     Raises:
         PlannerError: no plan fits, or something given is wrong; one sentence.
     """
     return search_model(
         model, cluster, batch=batch, loss_fn=loss_fn, global_batch=global_batch, precision=precision,
-        optimizer=optimizer, objective=objective, fix=fix, top=top, name=name,
+        optimizer=optimizer, objective=objective, fix=fix, top=top, name=name, expert_loads=expert_loads,
     ).plans  # fmt: skip
 
 
@@ -82,6 +86,7 @@ def search_model(
     fix: Pins | Mapping[str, Any] | str | None = None,
     top: int = 5,
     name: str = "",
+    expert_loads: Loads | None = None,
     progress: Progress | None = None,
     time_limit_seconds: float | None = None,
 ) -> Search:
@@ -117,6 +122,11 @@ def search_model(
         device_kind=device_kind,
         progress=lambda what: report(what, 0, 0),
     )
+    if expert_loads is not None:
+        check_expert_loads(graph, expert_loads)
+        most = min(place.devices_per_node, place.num_devices)
+        degrees = [pins.tp] if pins.tp else [d for d in range(2, most + 1) if most % d == 0]
+        notes.append(_loads_note(expert_loads, degrees))
     notes += [
         f"no graph, so neither pipeline, tensor parallelism nor recomputation: {fallback}"
         for fallback in graph.fallbacks
@@ -150,22 +160,52 @@ def search_model(
     return search(
         graph, place, global_batch=global_batch, precision=precision or default_precision(place),
         optimizer=optimizer, objective=objective, pins=pins, top=top, notes=notes, progress=progress,
-        time_limit_seconds=time_limit_seconds, sharded=ways_to_split(graph, place, global_batch, device_kind),
+        time_limit_seconds=time_limit_seconds,
+        sharded=ways_to_split(graph, place, global_batch, device_kind, expert_loads),
     )  # fmt: skip
 
 
-def ways_to_split(graph: Graph, cluster: Cluster, global_batch: int, device_kind: Literal["cuda", "cpu"]) -> Sharded:
-    """The ways to split a model, made when the search asks for a degree."""
+def _loads_note(loads: Loads, degrees: Sequence[int]) -> str:
+    """What measured loads mean for the degrees at which experts may be spread."""
+    said = []
+    for degree in (d for d in degrees if d > 1 and any(len(tokens) % d == 0 for tokens in loads.values())):
+        as_they_are, reordered = worst_loads(loads, degree)
+        said.append(f"{as_they_are:.2f} at tp={degree} ({reordered:.2f} with the experts in a better order)")
+    if not said:
+        return (
+            "the loads of experts that were given change no price: tensor-parallel degrees do not divide their number"
+        )
+    return (
+        "experts that are spread over ranks are priced by the loads that were given; tokens of the busiest rank in the "
+        f"worst layer, as a multiple of a fair share: {', '.join(said)}"
+    )
 
-    def split(degree: int) -> tuple[ShardedGraph, ...]:
+
+def ways_to_split(
+    graph: Graph,
+    cluster: Cluster,
+    global_batch: int,
+    device_kind: Literal["cuda", "cpu"],
+    expert_loads: Loads | None = None,
+) -> Sharded:
+    """The ways to split a model, made when the search asks for a degree of an axis."""
+
+    def split(degree: int, axis: Literal["tp", "cp"] = "tp") -> tuple[ShardedGraph, ...]:
+        imbalance, _ = worst_loads(expert_loads or {}, degree)
         return tuple(
             ShardedGraph(
                 name=variant.name,
-                graph=priced(localize(graph, variant.shardings, degree).graph, graph, degree, device_kind),
+                graph=priced(
+                    localize(graph, variant.shardings, degree, axis=axis).graph, graph, degree, device_kind, axis=axis,
+                    expert_imbalance=imbalance,
+                ),
                 shardings=variant.shardings,
             )
-            for variant in variants(graph, degree, prices(graph, cluster, degree, global_batch=global_batch))
-        )
+            for variant in variants(
+                graph, degree, prices(graph, cluster, degree, global_batch=global_batch, expert_imbalance=imbalance),
+                whole_parameters=axis == "cp",
+            )
+        )  # fmt: skip
 
     return split
 

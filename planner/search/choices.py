@@ -14,13 +14,15 @@ from planner.plan import Mesh, Recompute, ScheduleName
 class Pins:
     """Choices that are made already; None leaves one to the search.
 
-    `dp` is the product of both data-parallel axes, `dp_shard` the ranks that ZeRO-1 to 3 shard over (1: ZeRO-0).
+    `dp` is the product of both data-parallel axes, `dp_shard` the ranks that ZeRO-1 to 3 shard over (1: ZeRO-0), beside
+    those of `cp`, which always do.
     """
 
     pp: int | None = None
     dp: int | None = None
     dp_shard: int | None = None
     tp: int | None = None
+    cp: int | None = None
     zero: int | None = None
     recompute: Recompute | None = None
     micro_batch: int | None = None
@@ -77,7 +79,7 @@ class Pins:
 class Configuration:
     """One outer choice. Ordered: fewer stages first, then fewer devices, larger micro-batches.
 
-    `variant` is the index of one of several ways to split the model over `tp` ranks.
+    `variant` is the index of one of several ways to split the model over `tp` or `cp` ranks; one of the two is 1.
     """
 
     pp: int
@@ -87,36 +89,39 @@ class Configuration:
     num_microbatches: int
     schedule: str
     tp: int = 1
+    cp: int = 1
     variant: int = 0
 
     @property
     def devices(self) -> int:
         """Devices used."""
-        return self.pp * self.dp * self.tp
+        return self.pp * self.dp * self.tp * self.cp
 
     @property
     def way(self) -> tuple[object, ...]:
         """What ranked plans differ in.
 
-        Of hybrid sharding with different degrees, and of the variants of a tensor-parallel degree, only the best is
-        ranked.
+        Of hybrid sharding with different degrees, and of the variants of a degree of tensor or context parallelism,
+        only the best is ranked.
         """
-        return self.pp, self.dp, self.tp, self.dp_shard > 1, self.micro_batch, self.num_microbatches, self.schedule
+        mesh = self.pp, self.dp, self.tp, self.cp, self.dp_shard * self.cp > 1
+        return *mesh, self.micro_batch, self.num_microbatches, self.schedule
 
     @property
     def program(self) -> tuple[object, ...]:
         """What configurations of another schedule share."""
-        return self.pp, self.dp, self.tp, self.variant, self.dp_shard, self.micro_batch
+        return self.pp, self.dp, self.tp, self.cp, self.variant, self.dp_shard, self.micro_batch
 
     @property
     def mesh(self) -> Mesh:
         """Its mesh."""
-        return Mesh(pp=self.pp, dp_replicate=self.dp // self.dp_shard, dp_shard=self.dp_shard, tp=self.tp)
+        replicas = self.dp // self.dp_shard
+        return Mesh(pp=self.pp, dp_replicate=replicas, dp_shard=self.dp_shard, cp=self.cp, tp=self.tp)
 
     def __str__(self) -> str:
         kind = {1: "replicated", self.dp: "sharded"}.get(self.dp_shard, f"sharded over {self.dp_shard}")
         data = f"dp {self.dp} ({kind})" if self.dp > 1 else "dp 1"
-        tensor = f"tp {self.tp}, " if self.tp > 1 else ""
+        tensor = f"tp {self.tp}, " if self.tp > 1 else f"cp {self.cp}, " if self.cp > 1 else ""
         return (
             f"pp {self.pp}, {data}, {tensor}micro-batch {self.micro_batch} x {self.num_microbatches}, {self.schedule}"
         )
@@ -131,21 +136,26 @@ def configurations(
     *,
     may_pipeline: bool = True,
     may_split: bool = False,
+    may_split_samples: bool = False,
 ) -> list[Configuration]:
     """Every configuration that the arithmetic allows, in a fixed order.
 
     Device counts are divisors of a node, and whole nodes: divisors of their number and powers of two. Tensor-parallel
-    ranks (if `may_split`) lie in one node; a fixed `tp` may be any that divides. Only the first variant is made.
+    ranks (if `may_split`) lie in one node, and so do context-parallel ones (if `may_split_samples`); a fixed `tp` or
+    `cp` may be any that divides. Only the first variant is made.
     """
     result = []
-    degrees = _tensor_degrees(min(devices_per_node, num_devices), pins, may_split=may_split)
-    for devices in _device_counts(num_devices, devices_per_node, degrees, pins):
-        meshes = [(pp, tp) for pp in _divisors(devices) for tp in degrees if devices // pp % tp == 0]
-        for pp, tp in meshes:
-            dp = devices // pp // tp
+    most = min(devices_per_node, num_devices)
+    tensor_degrees = _split_degrees(most, pins.tp, may_split=may_split and (pins.cp or 1) == 1)
+    context_degrees = _split_degrees(most, pins.cp, may_split=may_split_samples and (pins.tp or 1) == 1)
+    degrees = [(tp, cp) for tp in tensor_degrees for cp in context_degrees if min(tp, cp) == 1]
+    for devices in _device_counts(num_devices, devices_per_node, [tp * cp for tp, cp in degrees], pins):
+        meshes = [(pp, tp, cp) for pp in _divisors(devices) for tp, cp in degrees if devices // pp % (tp * cp) == 0]
+        for pp, tp, cp in meshes:
+            dp = devices // pp // tp // cp
             if pp > num_blocks or (pp > 1 and not may_pipeline) or global_batch % dp:
                 continue
-            if (pins.pp or pp) != pp or (pins.dp or dp) != dp:
+            if (pins.pp or pp) != pp or (pins.dp or dp) != dp or (pins.zero == 0 and cp > 1):
                 continue
             for micro_batch in _divisors(global_batch // dp):
                 count = global_batch // dp // micro_batch
@@ -155,32 +165,33 @@ def configurations(
                 for schedule in schedules:
                     if (pins.schedule or schedule) != schedule or (schedule == "1f1b" and pp > 1 and count < pp):
                         continue
-                    for dp_shard in _shard_degrees(dp, max(1, devices_per_node // tp), pins):
+                    for dp_shard in _shard_degrees(dp, max(1, devices_per_node // (tp * cp)), pins, cp=cp):
                         result.append(
                             Configuration(
-                                pp=pp, dp=dp, dp_shard=dp_shard, tp=tp, micro_batch=micro_batch,
+                                pp=pp, dp=dp, dp_shard=dp_shard, tp=tp, cp=cp, micro_batch=micro_batch,
                                 num_microbatches=count, schedule=schedule,
                             )
                         )  # fmt: skip
     return sorted(result)
 
 
-def _tensor_degrees(devices_per_node: int, pins: Pins, *, may_split: bool) -> list[int]:
+def _split_degrees(devices_per_node: int, pinned: int | None, *, may_split: bool) -> list[int]:
     """Over how many ranks tensors may be split: divisors of a node, whose ranks the fast link joins.
 
-    >>> _tensor_degrees(8, Pins(), may_split=True), _tensor_degrees(8, Pins(tp=3), may_split=True)
+    >>> _split_degrees(8, None, may_split=True), _split_degrees(8, 3, may_split=True)
     ([1, 2, 4, 8], [3])
     """
-    if pins.tp is not None:
-        return [pins.tp]
+    if pinned is not None:
+        return [pinned]
     return _divisors(devices_per_node) if may_split else [1]
 
 
-def _shard_degrees(dp: int, ranks_per_node: int, pins: Pins) -> list[int]:
+def _shard_degrees(dp: int, ranks_per_node: int, pins: Pins, *, cp: int = 1) -> list[int]:
     """Over how many of `dp` ranks parameters may be sharded: none, all, those of 1, 4, 16, ... nodes.
 
     A node's ranks are joined by its fast link; fewer of them hold more and send no less. Steps of 4: between two
-    neighbours of a finer ladder the best plans of GPT-3 on 1,024 devices differ by 0.2 %.
+    neighbours of a finer ladder the best plans of GPT-3 on 1,024 devices differ by 0.2 %. With `cp` ranks, which shard
+    as well, none means these alone.
 
     >>> _shard_degrees(64, 8, Pins()), _shard_degrees(8, 8, Pins()), _shard_degrees(64, 8, Pins(zero=0))
     ([1, 8, 32, 64], [1, 8], [1])
@@ -192,7 +203,7 @@ def _shard_degrees(dp: int, ranks_per_node: int, pins: Pins) -> list[int]:
         degree *= 4
     if pins.dp_shard is not None:
         degrees = {pins.dp_shard} if dp % pins.dp_shard == 0 else set()
-    if pins.zero is not None and dp > 1:
+    if pins.zero is not None and dp > 1 and cp == 1:
         degrees = {degree for degree in degrees if (degree > 1) == (pins.zero > 0)}
     return sorted(degrees)
 
@@ -207,8 +218,8 @@ def _device_counts(num_devices: int, devices_per_node: int, degrees: list[int], 
     counts = set(_divisors(min(devices_per_node, num_devices)))
     counts |= {n * devices_per_node for n in _divisors(nodes)}
     counts |= {devices_per_node * 2**k for k in range(nodes.bit_length()) if 2**k <= nodes}
-    if pins.tp is not None:  # one that is fixed need not divide a node
-        counts |= {count // pins.tp * pins.tp for count in counts} - {0}
+    fixed = (pins.tp or 1) * (pins.cp or 1)  # one that is fixed need not divide a node
+    counts |= {count // fixed * fixed for count in counts} - {0}
     return sorted(counts)
 
 

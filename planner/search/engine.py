@@ -1,9 +1,9 @@
 """Choose everything together: enumerate the outer choices, bound them, solve what may win, simulate, rank.
 
-The outer choices are devices used, pipeline degree, tensor-parallel degree and one of a few ways to split the model
-over its ranks, data-parallel degree, over how many of its ranks parameters are sharded (none, all, or some: hybrid
-sharding), micro-batch and schedule; micro-batches follow from the global batch. For
-each configuration an integer program chooses stage cuts, ZeRO stage and recomputation of every block
+The outer choices are devices used, pipeline degree, tensor-parallel degree (or, for long samples, the degree of context
+parallelism) and one of a few ways to split the model over its ranks, data-parallel degree, over how many of its ranks
+parameters are sharded (none, all, or some: hybrid sharding), micro-batch and schedule; micro-batches follow from the
+global batch. For each configuration an integer program chooses stage cuts, ZeRO stage and recomputation of every block
 (`planner.problem`). The program proposes, the simulator judges: every configuration whose bound lies within (1 + delta)
 of the last ranked one is solved and simulated, where delta is the largest difference of program and simulator seen on
 random plans (`tests/test_simulate.py` prints and asserts it). Between shard degrees of one way to train the program
@@ -16,7 +16,7 @@ import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
-from typing import Any
+from typing import Any, Literal, Protocol
 
 import numpy as np
 
@@ -30,7 +30,7 @@ from planner.operators import check_dtype
 from planner.plan import BlockPlan, CollectivePlan, InputSpec, Plan, Prediction, ShardingPlan, StagePlan
 from planner.problem import Choice, Problem, evaluate, formulate
 from planner.search.choices import Configuration, Pins, configurations
-from planner.search.sharded import ShardedGraph, replicated_share
+from planner.search.sharded import ShardedGraph, has_long_samples, replicated_share
 from planner.search.shortfall import Attempt, why_nothing_fits
 from planner.shard.rules import has_rule
 from planner.shard.stored import stored
@@ -48,7 +48,14 @@ SURVIVORS = 5  # configurations of the final program; more makes it hopeless (20
 MENTIONED_SHARE = 0.01  # of the FLOP that tensor parallelism does not divide
 OBJECTIVES = ("time", "device-seconds")
 Progress = Callable[[str, int, int], None]  # what, done, of
-Sharded = Callable[[int], Sequence[ShardedGraph]]  # of a tensor-parallel degree
+Axis = Literal["tp", "cp"]
+
+
+class Sharded(Protocol):
+    """The ways to split a model over a number of ranks of an axis, best first."""
+
+    def __call__(self, degree: int, axis: Axis = "tp") -> Sequence[ShardedGraph]:
+        """Made when the search asks."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -113,8 +120,8 @@ def search(
 ) -> Search:
     """The best plans, each of another configuration. Pure but for a time limit, which makes it say so in the gap.
 
-    `sharded` gives the ways to split the model over a number of tensor-parallel ranks, best first; it is asked once
-    for each that a configuration has. Without it there is no tensor parallelism.
+    `sharded` gives the ways to split the model over a number of ranks of an axis, best first; it is asked once for each
+    that a configuration has. Without it there is no tensor parallelism and no context parallelism.
 
     Raises:
         InfeasibleError: nothing fits; says the least memory that would.
@@ -155,6 +162,11 @@ class _Searcher:
             len(self.graph.blocks), self.cluster.num_devices, self.cluster.devices_per_node, self.global_batch,
             self.pins, may_pipeline=not self.graph.fallbacks and not self.graph.reads_updates,
             may_split=self.sharded is not None and not self.graph.fallbacks,
+            may_split_samples=(
+                self.sharded is not None
+                and not self.graph.fallbacks
+                and has_long_samples(self.graph, self.cluster, self.global_batch)
+            ),
         )  # fmt: skip
         if self.graph.couples_samples:
             found = [c for c in found if c.dp == 1 and c.num_microbatches == 1]
@@ -166,7 +178,7 @@ class _Searcher:
         candidates = self._bounded(found)
         ignoring_memory = False
         if not candidates:
-            if not self.pins.settle_all or len({c.tp for c in found}) > 1:
+            if not self.pins.settle_all or len({(c.tp, c.cp) for c in found}) > 1:
                 raise InfeasibleError(self._least_memory(found))
             ignoring_memory = True
             if self.pins.dp_shard is None:  # of hybrid sharding, only more ranks could help
@@ -190,52 +202,63 @@ class _Searcher:
         )
 
     def _with_variants(self, found: list[Configuration]) -> list[Configuration]:
-        """Each configuration in every way to split the model over its tensor-parallel ranks.
+        """Each configuration in every way to split the model over its tensor- or context-parallel ranks.
 
         Ways in which all ranks do the same are of no use; only a fixed degree may have nothing else.
         """
-        degrees = sorted({c.tp for c in found} - {1})
-        for index, degree in enumerate(degrees):
-            self.progress("splitting tensors", index, len(degrees))
+        splits = sorted({split for c in found if (split := _split_of(c))[1] > 1}, key=lambda s: (s[0] == "cp", s[1]))
+        for index, (axis, degree) in enumerate(splits):
+            self.progress("splitting tensors", index, len(splits))
             assert self.sharded is not None
+            is_fixed = getattr(self.pins, axis) is not None
             try:
-                made = self.sharded(degree)
+                made = self.sharded(degree) if axis == "tp" else self.sharded(degree, axis)
             except PlannerError as error:
-                if self.pins.tp is not None:
+                if is_fixed:
                     raise
-                self.notes = (*self.notes, f"tp={degree} is left out: {error}")
+                self.notes = (*self.notes, f"{axis}={degree} is left out: {error}")
                 made = ()
             useful = tuple(each for each in made if each.divides)
-            self.sharded_graphs[degree] = useful or (tuple(made) if self.pins.tp is not None else ())
+            self.sharded_graphs[axis, degree] = useful or (tuple(made) if is_fixed else ())
         return sorted(
             replace(c, variant=variant)
             for c in found
-            for variant in range(1 if c.tp == 1 else len(self.sharded_graphs[c.tp]))
+            for split in [_split_of(c)]
+            for variant in range(1 if split[1] == 1 else len(self.sharded_graphs[split]))
         )
 
     def _local(self, configuration: Configuration) -> ShardedGraph:
-        """What one rank of the tensor-parallel axis runs."""
-        if configuration.tp == 1:
-            return self.whole
-        return self.sharded_graphs[configuration.tp][configuration.variant]
+        """What one rank of the axis that splits tensors runs."""
+        split = _split_of(configuration)
+        return self.whole if split[1] == 1 else self.sharded_graphs[split][configuration.variant]
 
     @functools.cached_property
     def whole(self) -> ShardedGraph:
-        """The model on one tensor-parallel rank."""
+        """The model where nothing is split."""
         return ShardedGraph(name="", graph=self.graph, shardings=())
 
     @functools.cached_property
-    def sharded_graphs(self) -> dict[int, tuple[ShardedGraph, ...]]:
-        """Of each tensor-parallel degree, what has been made."""
+    def sharded_graphs(self) -> dict[tuple[Axis, int], tuple[ShardedGraph, ...]]:
+        """Of each degree of tensor or context parallelism, what has been made."""
         return {}
 
     def _check_pins(self) -> None:
         pins = self.pins
-        if pins.zero and 1 in (pins.dp, pins.devices, pins.dp_shard):
+        if pins.zero and 1 in (pins.dp, pins.devices, pins.dp_shard) and (pins.cp or 1) == 1:
             which = next(name for name in ("dp", "devices", "dp_shard") if getattr(pins, name) == 1)
             raise PlanError(f"zero={pins.zero} shards over data-parallel ranks, but {which} is fixed to 1")
         if pins.zero == 0 and (pins.dp_shard or 1) > 1:
             raise PlanError(f"zero=0 keeps whole copies, but dp_shard={pins.dp_shard} shards; fix one of them")
+        if pins.zero == 0 and (pins.cp or 1) > 1:
+            raise PlanError(
+                f"zero=0 keeps whole copies, but the ranks of cp={pins.cp} share out the states of all parameters; fix "
+                "zero to 1, or one of the two"
+            )
+        if min(pins.tp or 1, pins.cp or 1) > 1:
+            raise PlanError(
+                f"tp={pins.tp} and cp={pins.cp} cannot be in one plan yet: fix one of them (the sequence is split "
+                "between blocks with tp as well)"
+            )
         if pins.dp is not None and pins.dp_shard is not None and pins.dp % pins.dp_shard:
             raise PlanError(f"dp_shard={pins.dp_shard} is no divisor of dp={pins.dp}")
         if self.graph.fallbacks:
@@ -243,8 +266,11 @@ class _Searcher:
                 raise PlanError(f"pp={pins.pp} needs a graph of the model, but {self.graph.fallbacks[0]}")
             if pins.recompute == "full":
                 raise PlanError(f"recompute=full needs a graph of the model, but {self.graph.fallbacks[0]}")
-            if (pins.tp or 1) > 1:
-                raise PlanError(f"tp={pins.tp} needs a graph of the model, but {self.graph.fallbacks[0]}")
+            for axis in ("tp", "cp"):
+                if (getattr(pins, axis) or 1) > 1:
+                    raise PlanError(
+                        f"{axis}={getattr(pins, axis)} needs a graph of the model, but {self.graph.fallbacks[0]}"
+                    )
         if (pins.pp or 1) > 1 and self.graph.reads_updates:
             raise PlanError(f"pp={pins.pp} is not possible: {self.graph.reads_updates}; leave pp out")
         if self.graph.one_data_rank:
@@ -255,9 +281,12 @@ class _Searcher:
                     )
         if (pins.pp or 1) > len(self.graph.blocks):
             raise PlanError(f"pp={pins.pp} needs as many blocks, the model has {len(self.graph.blocks)}")
-        if (pins.tp or 1) > 1 and self.sharded is None:
-            raise PlanError(f"tp={pins.tp} is not possible: no way to split the model is given; leave tp out")
-        wanted = max(pins.dp or 1, pins.dp_shard or 1) * (pins.pp or 1) * (pins.tp or 1)
+        for axis in ("tp", "cp"):
+            if (getattr(pins, axis) or 1) > 1 and self.sharded is None:
+                raise PlanError(
+                    f"{axis}={getattr(pins, axis)} is not possible: no way to split the model is given; leave it out"
+                )
+        wanted = max(pins.dp or 1, pins.dp_shard or 1) * (pins.pp or 1) * (pins.tp or 1) * (pins.cp or 1)
         if wanted > self.cluster.num_devices:
             raise PlanError(f"the fixed choices need {wanted} devices, the cluster has {self.cluster.num_devices}")
 
@@ -275,7 +304,7 @@ class _Searcher:
                 f"a global batch of {self.global_batch} is not divisible by {parts} (fixed: {fixed}); "
                 f"use a multiple of {parts}"
             )
-        degrees = {name: getattr(self.pins, name) or 1 for name in ("pp", "dp", "tp")}
+        degrees = {name: getattr(self.pins, name) or 1 for name in ("pp", "dp", "tp", "cp")}
         if (self.pins.devices or 0) % math.prod(degrees.values()):
             product = " x ".join(f"{name}={degree}" for name, degree in degrees.items() if degree > 1)
             return f"{product} does not divide devices={self.pins.devices}; fix fewer of them"
@@ -305,7 +334,7 @@ class _Searcher:
         """Which strategies the pins and the model leave to each block."""
         keep = np.ones(len(costs.strategies), bool)
         for index, strategy in enumerate(costs.strategies):
-            if self.pins.zero is not None and costs.mesh.dp > 1:
+            if self.pins.zero is not None and costs.mesh.dp * costs.mesh.cp > 1:
                 keep[index] &= strategy.zero == self.pins.zero
             if self.pins.recompute is not None:
                 keep[index] &= strategy.recompute == (self.pins.recompute == "full")
@@ -492,7 +521,7 @@ class _Searcher:
             stages=stages,
             inputs=_inputs(self.graph),
             shardings=shardings,
-            notes=self._plan_notes(local, configuration.tp),
+            notes=self._plan_notes(local, configuration),
             prediction=Prediction(
                 step_seconds=simulation.step_seconds,
                 bubble=simulation.bubble,
@@ -511,7 +540,8 @@ class _Searcher:
         self, local: ShardedGraph, configuration: Configuration
     ) -> tuple[tuple[ShardingPlan, ...], tuple[int, ...]]:
         """The shardings of a plan with what people want to know of them, and which of them each block has."""
-        if configuration.tp == 1:
+        degree = _split_of(configuration)[1]
+        if degree == 1:
             return (), ()
         plans, plan_of = stored(local.shardings)
         found: dict[ShardingPlan, int] = {}
@@ -521,19 +551,20 @@ class _Searcher:
         ):
             told = replace(
                 plans[at],
-                words=parameter_words(self.graph, block, sharding, configuration.tp),
+                words=parameter_words(self.graph, block, sharding, degree),
                 collectives=_collectives(local.graph.classes[mine.class_index], configuration.micro_batch),
             )
             index_of.append(found.setdefault(told, len(found)))
         return tuple(found), tuple(index_of)
 
-    def _plan_notes(self, local: ShardedGraph, degree: int) -> tuple[str, ...]:
+    def _plan_notes(self, local: ShardedGraph, configuration: Configuration) -> tuple[str, ...]:
+        axis, degree = _split_of(configuration)
         share = replicated_share(self.graph, local.graph, degree) if degree > 1 else 0.0
         if share <= MENTIONED_SHARE:
             return ()
         ruled_out = sorted({node.op for node in self.graph.nodes if list(reads(node)) and not has_rule(node.op)})
         why = f" (no sharding rule for {', '.join(ruled_out[:5])}{', ...' * (len(ruled_out) > 5)})" if ruled_out else ""
-        return (f"{share:.1%} of the model's FLOP run on all {degree} tensor-parallel ranks alike{why}",)
+        return (f"{share:.1%} of the model's FLOP run on all {degree} {_AXIS_WORDS[axis]} ranks alike{why}",)
 
     def _least_memory(self, found: list[Configuration]) -> str:
         """The sentence for a cluster on which nothing fits.
@@ -542,7 +573,7 @@ class _Searcher:
         counts.
         """
         by_size = sorted(found, key=lambda c: (-c.micro_batch, c))  # the last of equal keys, the smallest, stays
-        leanest = {(c.pp, c.dp, c.tp, c.variant, c.dp_shard, c.schedule): c for c in by_size}
+        leanest = {(c.pp, c.dp, c.tp, c.cp, c.variant, c.dp_shard, c.schedule): c for c in by_size}
         candidates = [self._candidate(c, ignoring_memory=False) for c in sorted(leanest.values())]
         attempts = [Attempt(str(c.configuration), c.costs, c.problem) for c in candidates]
         fixed = ", ".join(f"{k}={v}" for k, v in asdict(self.pins).items() if v is not None)
@@ -551,6 +582,14 @@ class _Searcher:
             f"{f' and {fixed} fixed' if fixed else ''}: "
             f"{why_nothing_fits(self.graph, self.cluster.capacity_bytes, attempts)}"
         )
+
+
+_AXIS_WORDS: Mapping[Axis, str] = {"tp": "tensor-parallel", "cp": "context-parallel"}
+
+
+def _split_of(configuration: Configuration) -> tuple[Axis, int]:
+    """The axis that splits tensors, and its degree."""
+    return ("cp", configuration.cp) if configuration.cp > 1 else ("tp", configuration.tp)
 
 
 def _with_bound(candidate: _Candidate, found: Bound) -> _Candidate:

@@ -1,4 +1,4 @@
-"""The model as one tensor-parallel rank runs it: what the search prices, and how a plan writes it down."""
+"""The model as one rank of tensor or context parallelism runs it: what the search prices and a plan writes down."""
 
 from dataclasses import dataclass
 
@@ -9,6 +9,9 @@ from planner.shard.placement import Sharding
 from planner.shard.program import Prices
 
 _LARGEST_MICRO_BATCH = 8
+# Of memory, for what one sample keeps with everything recomputed: from there on samples are long. Where there are
+# fewer samples than devices, only splitting a sample or the model uses them all.
+_LONG_SHARE, _LONG_SHARE_OF_FEW = 0.75, 0.25
 _SAVED_SHARE = 0.25  # of memory, for the saved activations of one micro-batch
 
 
@@ -29,6 +32,17 @@ class ShardedGraph:
         )
 
 
+def has_long_samples(graph: Graph, cluster: Cluster, global_batch: int) -> bool:
+    """Whether one sample fills much of a device even where all blocks recompute what they keep.
+
+    Then a part of a sample for each rank is worth a try; else data parallelism divides the work at less cost.
+    """
+    inputs = total(block.input_bytes for block in graph.blocks).per_sample
+    largest = max((block.saved.per_sample for block in graph.blocks), default=0.0)
+    share = _LONG_SHARE_OF_FEW if global_batch < cluster.num_devices else _LONG_SHARE
+    return inputs + largest > share * cluster.capacity_bytes
+
+
 def replicated_share(whole: Graph, local: Graph, degree: int) -> float:
     """The share of the model's FLOP that all ranks do alike; 0 where `degree` divides everything.
 
@@ -40,7 +54,7 @@ def replicated_share(whole: Graph, local: Graph, degree: int) -> float:
     return max(0.0, (local.flop_per_sample() / flop - 1 / degree) / (1 - 1 / degree))
 
 
-def prices(graph: Graph, cluster: Cluster, degree: int, *, global_batch: int) -> Prices:
+def prices(graph: Graph, cluster: Cluster, degree: int, *, global_batch: int, expert_imbalance: float = 1.0) -> Prices:
     """What work and communication cost on a rank, for the program that splits the operators of a model.
 
     It is asked once for a degree, so the micro-batch is a likely one: at most 8 samples of those that a rank has, whose
@@ -60,6 +74,7 @@ def prices(graph: Graph, cluster: Cluster, degree: int, *, global_batch: int) ->
         collective_seconds=lambda collective, num_bytes: COLLECTIVE_SECONDS[collective](num_bytes, group),
         micro_batch=micro_batch,
         num_microbatches=max(1, global_batch // data_ranks // micro_batch),
+        expert_imbalance=expert_imbalance,
     )
 
 

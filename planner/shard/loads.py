@@ -1,9 +1,18 @@
-"""How evenly the ranks of an axis are loaded by their experts, and which experts to put together."""
+"""How evenly the ranks of an axis are loaded by their experts, and which experts to put together.
 
-from collections.abc import Sequence
+Measured numbers of tokens are by layer: all grouped products that have the same runs of rows are one layer.
+"""
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from planner.errors import PlanError
+from planner.graph import Graph, Node, Ref
+
+_PRODUCT = "aten._grouped_mm"
+_SAME_NUMBERS = ("to", "_to_copy", "alias", "clone", "detach", "contiguous", "view", "reshape")
+_MOST_NAMED = 3  # layers of a model in a message
 
 
 @dataclass(frozen=True, slots=True)
@@ -17,6 +26,100 @@ class ExpertLoads:
     imbalance: float
     balanced_imbalance: float
     order: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ExpertLayer:
+    """Experts that tokens are shared out to; `product` is what the first of their grouped products makes."""
+
+    name: str
+    product: int
+    num_experts: int
+
+
+def expert_layers(graph: Graph) -> tuple[ExpertLayer, ...]:
+    """The layers of experts in the order of the graph.
+
+    A layer is named by the module that multiplies, or by the block outside of modules; the second layer of the same
+    name is `name (2)`.
+    """
+    result: list[ExpertLayer] = []
+    maker = {tensor: node for node in graph.nodes for tensor in node.outputs if tensor is not None}
+    seen: set[int] = set()
+    times: Counter[str] = Counter()
+    for block in graph.blocks:
+        for node in (graph.nodes[index] for index in block.nodes):
+            ends, product = ends_of(node), node.outputs[0] if node.outputs else None
+            if not node.op.startswith(_PRODUCT) or ends is None or product is None:
+                continue
+            source = _unconverted(ends, maker)
+            shape = graph.tensors[ends].shape
+            if source not in seen and len(shape) == 1 and isinstance(shape[0], int):
+                seen.add(source)
+                name = (node.path[-1] if node.path else "") or block.name
+                times[name] += 1
+                numbered = name if times[name] == 1 else f"{name} ({times[name]})"
+                result.append(ExpertLayer(name=numbered, product=product, num_experts=shape[0]))
+    return tuple(result)
+
+
+def _unconverted(tensor: int, maker: Mapping[int, Node]) -> int:
+    """The tensor that a tensor has the numbers of: each product may convert what it is given."""
+    while (node := maker.get(tensor)) is not None and node.op.split(".")[1] in _SAME_NUMBERS:
+        first = node.args[0] if node.args else None
+        if not isinstance(first, Ref):
+            break
+        tensor = first.tensor
+    return tensor
+
+
+def ends_of(node: Node) -> int | None:
+    """The tensor that says where the run of rows of each expert ends, of a grouped product, or of a rank's part."""
+    found = node.args[2] if len(node.args) > 2 else dict(node.kwargs).get("offs")
+    return found.tensor if isinstance(found, Ref) else None
+
+
+def check_expert_loads(graph: Graph, loads: Mapping[str, Sequence[int]]) -> None:
+    """Refuse measured loads that are not those of this model.
+
+    Raises:
+        PlanError: no layer of experts has such a name, or so many experts, or what is given are no numbers of tokens.
+    """
+    layers = {layer.name: layer for layer in expert_layers(graph)}
+    if not layers:
+        raise PlanError(f"{graph.name} has no grouped products of experts, so loads of experts say nothing; leave them")
+    if not isinstance(loads, Mapping) or not loads:
+        raise PlanError("loads of experts must be a table of layers, each with tokens per expert; got none")
+    for name, tokens in loads.items():
+        if name not in layers:
+            shown = ", ".join([*layers][:_MOST_NAMED]) + (", ..." if len(layers) > _MOST_NAMED else "")
+            raise PlanError(f"loads of experts are given for {name!r}, which is none of the model's layers ({shown})")
+        is_list = isinstance(tokens, Sequence) and not isinstance(tokens, str)
+        if not is_list or any(isinstance(n, bool) or not isinstance(n, int) or n < 0 for n in tokens):
+            raise PlanError(
+                f"loads of experts must be lists of numbers of tokens, 0 or more; {name} has {tokens!r:.60}"
+            )
+        if len(tokens) != layers[name].num_experts:
+            raise PlanError(
+                f"{name} has {layers[name].num_experts} experts, loads are given for {len(tokens)}; measure this model"
+            )
+        if not sum(tokens):
+            raise PlanError(f"loads of experts are all 0 for {name}; measure at least one step")
+
+
+def worst_loads(loads: Mapping[str, Sequence[int]], degree: int) -> tuple[float, float]:
+    """The imbalance of the worst layer on `degree` ranks: as the experts are, and in a better order in each layer.
+
+    Layers whose experts cannot be spread evenly over so many ranks are not; without others both are 1.
+
+    >>> worst_loads({"one": [8, 6, 1, 1], "two": [1, 1, 1, 1], "three": [9, 0, 0]}, 2)
+    (1.75, 1.125)
+    """
+    found = [expert_loads(tokens, degree) for tokens in loads.values() if len(tokens) % degree == 0]
+    return (
+        max((each.imbalance for each in found), default=1.0),
+        max((min(each.imbalance, each.balanced_imbalance) for each in found), default=1.0),  # greedy is not always best
+    )
 
 
 def expert_loads(tokens_per_expert: Sequence[int], degree: int) -> ExpertLoads:

@@ -83,9 +83,7 @@ class Variant:
     shardings: tuple[Sharding, ...]
 
 
-def variants(
-    graph: Graph, degree: int, prices: Prices, *, whole_parameters: bool = False
-) -> tuple[Variant, ...]:
+def variants(graph: Graph, degree: int, prices: Prices, *, whole_parameters: bool = False) -> tuple[Variant, ...]:
     """The fastest way to run the blocks on `degree` ranks, then leaner ones (fewer bytes held), each once.
 
     `prices.seconds_per_saved_byte` is what a byte is worth in the fastest; in the leaner ones the bytes that are held

@@ -1,0 +1,227 @@
+"""Planning with context parallelism: what is split, what it costs, when the search looks at it and what it says."""
+
+import functools
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import nn
+
+from planner import ranked_plans
+from planner.cluster import Cluster
+from planner.costs import price
+from planner.errors import PlanError
+from planner.plan import Mesh, Plan
+from planner.report import describe_layout, sharding_text
+from planner.search import ways_to_split
+from planner.search.choices import Configuration, Pins, configurations
+from planner.search.engine import search
+from planner.search.sharded import ShardedGraph, has_long_samples
+from planner.shard.localize import localize
+from planner.shard.placement import Q, R
+from planner.shard.program import resharded, variants
+from planner.shard.stored import restored
+from planner.trace import trace
+from planner.zoo import build
+from planner.zoo.gpt import GPT, GPTConfig
+from planner.zoo.llama import Llama, LlamaConfig
+from planner.zoo.registry import batch_of_module
+from tests.distributed_cases import PRICES
+from tests.sharded import assert_equal, run_localized, run_whole, values_of
+
+GATHERED, EXCHANGED = ("planner.gather.default", "planner.gather_sum.default"), "planner.exchange.default"
+LONG = 262_144
+
+
+class Frozen(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.table = nn.Embedding(12, 8)
+        self.up = nn.Linear(8, 16)
+        self.down = nn.Linear(16, 8)
+        self.up.weight.requires_grad_(False)
+
+    def forward(self, x, y):
+        return nn.functional.mse_loss(self.down(self.up(self.table(x)).relu()), y)
+
+
+@functools.cache
+def llama(layers, length):
+    config = LlamaConfig(
+        vocabulary=128, context=length, width=2048, layers=layers, heads=16, key_value_heads=4, hidden=4096
+    )
+    with torch.device("meta"):
+        module = Llama(config)
+    return trace(module, batch_of_module(module), precision="bf16", name="llama")
+
+
+@functools.cache
+def long_plan() -> Plan:
+    graph, cluster = llama(4, LONG), Cluster.load("1x2xH100-80GB")
+    assert has_long_samples(graph, cluster, 1)
+    assert not has_long_samples(graph, cluster, 2)
+    return search(graph, cluster, global_batch=1, sharded=ways_to_split(graph, cluster, 1, "cuda")).plans[0]
+
+
+def placements(shardings):
+    return {p for sharding in shardings for p in (*sharding.parameters, *sharding.buffers)}
+
+
+@pytest.mark.parametrize(
+    ("heads", "exchange_cost", "is_gathered"),
+    [(4, 1.0, False), (4, 10.0, True), (6, 1.0, True)],
+    ids=["heads for tokens", "by price", "heads that four ranks cannot divide"],
+)
+def test_keys_and_values_are_gathered_or_heads_exchanged_for_tokens(heads, exchange_cost, is_gathered):
+    with torch.device("meta"):
+        model = GPT(GPTConfig(vocabulary=16, context=32, width=4 * heads, layers=2, heads=heads))
+    graph = trace(model, batch_of_module(model), precision="fp32", name="gpt")
+    prices = replace(
+        PRICES,
+        collective_seconds=lambda kind, num_bytes: 1e-9 * num_bytes * {"all_to_all": exchange_cost}.get(kind, 1.0),
+    )
+    found = variants(graph, 4, prices, whole_parameters=True)
+    ops = {node.op for node in localize(graph, found[0].shardings, 4, axis="cp").graph.nodes}
+
+    assert all(placements(variant.shardings) == {Q} for variant in found)
+    assert (EXCHANGED in ops) == (not is_gathered)
+    assert any(op in GATHERED for op in ops) or not is_gathered
+    assert placements(resharded(graph, 4, prices, {}, whole_parameters=True)) == {Q}
+
+
+def test_frozen_parameters_are_whole_without_a_gradient():
+    batch = {"x": torch.zeros(2, 4, dtype=torch.long), "y": torch.zeros(2, 4, 8)}
+    graph = trace(Frozen(), batch, precision="fp32", name="frozen", device_kind="cpu")
+    for variant in variants(graph, 2, PRICES, whole_parameters=True):
+        for block, sharding in zip(graph.blocks, variant.shardings, strict=True):
+            for parameter, placement in zip(block.parameters, sharding.parameters, strict=True):
+                trains = graph.tensors[parameter].requires_grad
+                assert placement == (Q if trains else R) or (not trains and placement == Q)
+
+
+@pytest.mark.parametrize("degree", [2, 4])
+def test_parts_of_a_sample_give_the_loss_and_gradients_of_all_of_it(degree):
+    model = GPT(GPTConfig(vocabulary=16, context=8, width=8, layers=2, heads=4)).double()
+    batch = batch_of_module(model)
+    assert batch is not None
+    graph = trace(model, batch, precision="fp64", name="gpt", device_kind="cpu")
+    values = values_of(graph, model, batch)
+    for variant in variants(graph, degree, PRICES, whole_parameters=True):
+        localized = localize(graph, variant.shardings, degree)
+        assert_equal(graph, run_localized(localized, degree, values, 2), run_whole(graph, values, 2))
+
+
+# --- costs ---
+
+
+def test_context_parallel_ranks_shard_states_as_data_parallel_ones_do():
+    graph, cluster = llama(2, 4096), Cluster.load("1x8xH100-80GB")
+    way = ways_to_split(graph, cluster, 8, "cuda")(2, "cp")[0]
+
+    def priced(local, mesh, shardings=()):
+        return price(
+            local, cluster, mesh=mesh, micro_batch=1, num_microbatches=2, schedule="1f1b", precision="bf16",
+            optimizer="adamw", shardings=shardings,
+        )  # fmt: skip
+
+    split = priced(way.graph, Mesh(dp_shard=2, cp=2), way.shardings)
+    data = priced(graph, Mesh(dp_shard=4))
+
+    assert [str(s) for s in split.strategies] == [str(s) for s in data.strategies]
+    assert split.state_bytes == pytest.approx(data.state_bytes, rel=1e-3)
+    assert split.optimizer_seconds == pytest.approx(data.optimizer_seconds)
+    assert (split.activation_bytes[1:, 0] < 0.75 * data.activation_bytes[1:, 0]).all()
+    assert (split.exposed_seconds[1, ::2] > data.exposed_seconds[1, ::2]).all()  # attention communicates
+
+
+# --- search ---
+
+
+def test_configurations_have_one_axis_that_splits_tensors():
+    found = configurations(4, 8, 8, 8, Pins(), may_split=True, may_split_samples=True)
+
+    assert {(c.tp, c.cp) for c in found} == {(1, 1), (1, 2), (1, 4), (1, 8), (2, 1), (4, 1), (8, 1)}
+    assert all(c.pp * c.dp * c.tp * c.cp == c.devices == c.mesh.num_devices for c in found)
+    assert {c.cp for c in configurations(4, 8, 8, 8, Pins(), may_split=True)} == {1}
+    assert {c.cp for c in configurations(4, 8, 8, 8, Pins(cp=4, zero=0), may_split=True)} == set()
+    assert {(c.dp, c.dp_shard) for c in configurations(1, 8, 8, 8, Pins(cp=2, zero=1, devices=8))} == {(4, 1), (4, 4)}
+    assert str(Configuration(pp=1, dp=1, dp_shard=1, micro_batch=1, num_microbatches=1, schedule="1f1b", cp=2)) == (
+        "pp 1, dp 1, cp 2, micro-batch 1 x 1, 1f1b"
+    )
+
+
+def test_layouts_tell_whether_data_ranks_replicate_or_shard():
+    plan = long_plan()
+
+    layouts = [describe_layout(replace(plan, mesh=Mesh(cp=2, **{axis: 2}))) for axis in ("dp_shard", "dp_replicate")]
+
+    assert layouts == ["dp 2 x cp 2", "dp 2x1 x cp 2"]
+
+
+def test_a_long_sample_is_split_over_the_devices_and_the_plan_says_so():
+    plan = long_plan()
+
+    assert plan.mesh == Mesh(cp=2)
+    assert all(block.zero in (1, 2, 3) for block in plan.block_plans)
+    assert describe_layout(plan) == "cp 2"
+    assert Plan.loads(plan.dumps()) == plan
+    text = sharding_text(plan)
+    assert "split over 2 context-parallel ranks" in text
+    assert "hands on what it makes: split along dim 1" in text
+    assert "all_to_all" in text or "all_gather" in text
+    graph = llama(4, LONG)
+    assert placements(restored(graph, plan.shardings, [b.sharding or 0 for b in plan.block_plans], 2)) <= {Q, R}
+
+
+def test_short_samples_are_not_split_unless_it_is_asked_for():
+    graph, cluster = llama(2, 1024), Cluster.load("1x2xH100-80GB")
+    asked = []
+
+    def sharded(degree, axis="tp") -> tuple[ShardedGraph, ...]:
+        asked.append(axis)
+        return tuple(ways_to_split(graph, cluster, 2, "cuda")(degree, axis))
+
+    assert not has_long_samples(graph, cluster, 1)
+    free = search(graph, cluster, global_batch=2, sharded=sharded).plans
+    assert set(asked) == {"tp"}
+    assert all(plan.mesh.cp == 1 for plan in free)
+    fixed = search(graph, cluster, global_batch=2, sharded=sharded, pins="cp=2,zero=3").plans
+    assert all(plan.mesh == Mesh(cp=2) for plan in fixed)
+    assert all(block.zero == 3 for plan in fixed for block in plan.block_plans)
+
+
+@pytest.mark.parametrize(
+    ("pins", "sentence"),
+    [
+        ("cp=2,zero=0", "zero=0 keeps whole copies, but the ranks of cp=2 share out the states of all parameters"),
+        ("cp=2,tp=2", "tp=2 and cp=2 cannot be in one plan yet: fix one of them"),
+        ("cp=16", "the fixed choices need 16 devices, the cluster has 8"),
+    ],
+)
+def test_fixed_choices_that_cannot_be_are_refused(pins, sentence):
+    module, batch = build("gpt-tiny", device="meta")
+    with pytest.raises(PlanError, match=sentence):
+        ranked_plans(module, "1x8xA100-80GB", batch=batch, global_batch=16, fix=pins)
+
+
+def test_a_plan_whose_shardings_are_of_another_axis_is_refused():
+    data = long_plan().to_dict()
+    assert data["mesh"]["cp"] == 2
+    for change, sentence in (
+        ({"cp": 1, "dp_shard": 2}, "sharding is 0, but mesh.tp and mesh.cp are 1"),
+        ({"tp": 2}, "mesh.cp is 2 and mesh.tp is 2; this release runs one of the two, not both"),
+    ):
+        changed = replace(long_plan(), mesh=Mesh(**(data["mesh"] | change)))
+        with pytest.raises(PlanError, match=sentence):
+            Plan.loads(changed.dumps())
+
+
+@pytest.mark.matrix
+@pytest.mark.timeout(600)
+def test_llama3_8b_at_131072_tokens_splits_its_samples():
+    module, batch = build("llama3-8b", device="meta", sequence_length=131_072)
+    plan = ranked_plans(module, "1x8xH100-80GB", batch=batch, global_batch=4)[0]
+
+    assert plan.mesh.cp > 1
+    assert plan.prediction.fits
+    assert "hands on what it makes: split along dim 1" in sharding_text(plan)
