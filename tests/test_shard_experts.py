@@ -12,7 +12,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from planner.errors import PlanError
-from planner.graph import Batch
+from planner.graph import Batch, Node, Ref
+from planner.graph import Tensor as Described
 from planner.shard import program
 from planner.shard.loads import expert_loads
 from planner.shard.localize import localize
@@ -181,6 +182,21 @@ def _is(form, option):
     if form == OWN:
         return option.op == PRODUCT and placed[0].kind == "L"
     return any(p.kind == "D" and bool(p.parts) == (form == DISPATCHED) for p in placed)
+
+
+@pytest.mark.parametrize(("dtype", "is_split"), [("float32", False), ("bfloat16", False), ("float64", True)])
+def test_features_are_split_where_the_kernel_takes_the_parts(dtype, is_split):
+    """40 features over 4 ranks are rows of 40 or 20 bytes, and torch's kernel wants multiples of 16."""
+    shapes = ((12, 40), (4, 40, 40), (4,), (12, 40))
+    tensors = [
+        Described(name=str(i), shape=shape, dtype="int32" if i == 2 else dtype, kind="activation")
+        for i, shape in enumerate(shapes)
+    ]
+    node = Node(name="product", op=PRODUCT, args=(Ref(0), Ref(1), Ref(2)), outputs=(3,))
+    found = options(node, tensors, 4, {}, {0, 1})
+    split_dims = {o.operands[1].dim for o in found if o.operands[1].is_split}
+
+    assert split_dims == ({0, 1, 2} if is_split else {0})
 
 
 @pytest.mark.parametrize("fault", ["over rows", "not undone", "counts in the loss"])
