@@ -26,7 +26,7 @@ import json
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
-from typing import Literal, cast
+from typing import Any, Literal, cast
 
 import torch
 from torch import nn
@@ -143,7 +143,7 @@ def megatron(form: Form, config: LlamaConfig | BERTConfig, *, element_bytes: int
         }
         head = {p: Counter({(k, tokens): 1}) for p, k in zip(PHASES, ("all_gather", "reduce_scatter"), strict=True)}
     loss = {"forward": Counter({("all_reduce", 4 * config.context): 3}), "backward": Counter()}
-    found = {"embedding": embedding, "layer": layer, "head": head, "loss": loss}
+    found: dict[str, Any] = {"embedding": embedding, "layer": layer, "head": head, "loss": loss}
     return {(part, phase): found[part][phase] for part in PARTS for phase in PHASES}
 
 
@@ -307,7 +307,7 @@ def _run(
     if prelude is not None:
         env.update(zip(prelude.outputs, prelude(*(env[t] for t in prelude.inputs)), strict=True))
     found: dict[Where, Seen] = {}
-    runs: list[tuple[Block, Mapping[int, torch.Tensor]]] = []
+    runs: list[tuple[Block, dict[int, Any]]] = []
     for block in graph.blocks:
         lowered = lower_block(
             graph, block, tied=(), attributes=attributes, micro_batch=SAMPLES, device=cpu, peers=peers

@@ -183,10 +183,11 @@ def planted(fault: Planted) -> Iterator[None]:
     """Within it the fault is there."""
     table = cast("MutableMapping[str, Rule]", rules.TABLE)
     tables: list[tuple[MutableMapping[str, Any], dict[str, Any]]] = []
-    for there, changed in ((table, fault.rule), (parallel.OPERATORS, fault.operators)):
+    faults: list[tuple[MutableMapping[str, Any], Any]] = [(table, fault.rule), (parallel.OPERATORS, fault.operators)]
+    for there, changed in faults:
         tables.append((there, {name: there[name] for name in changed or {}}))
         there.update(changed or {})
-    piece_of = parts.piece_of
+    piece_of = parts.piece_of  # type: ignore[attr-defined]
     try:
         if fault.pieces:
             parts.piece_of = _swapped(piece_of)  # type: ignore[attr-defined]

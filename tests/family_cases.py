@@ -29,7 +29,9 @@ KINDS = {
         Kind(name="TP2", tp=2, variant="leanest", recompute=("none", "full")),
         Kind(name="TP4", tp=4, variant="leanest", recompute=("full",)),
         Kind(name="TP2, by tokens", tp=2, variant="sequence", recompute=("full",)),
-        Kind(name="PP2xTP2, by chance", pp=2, tp=2, variant="chance", recompute=("none", "full")),
+        Kind(
+            name="PP2xTP2, by chance", pp=2, tp=2, variant="chance", schedule="gpipe", recompute=("none", "full")
+        ),
         Kind(name="TP2xDP2 ZeRO-3", dp=2, tp=2, zero=(3,), variant="leanest", recompute=("full", "none")),
         Kind(
             name="PP2xDP2xTP2 ZeRO-1, by tokens", pp=2, dp=2, tp=2, zero=(1,), variant="sequence", recompute=("full",)

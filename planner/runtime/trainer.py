@@ -388,7 +388,8 @@ def apply_plan(
             "not where it is one over labels that count (ignored labels, masks) and micro-batches differ in those"
         )
     warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a view tensor")
-    # FSDP shards over the ranks of cp as well: to it they are one axis.
+    # FSDP shards over the ranks of cp as well: to it they are one axis. This mesh is made first, so that its groups are
+    # named as without cp: torch's caches of layouts take meshes of equal shape for the same.
     sharding_mesh = _device_mesh(device, plan.mesh.shards, replace(plan.mesh, cp=1))
     mesh = sharding_mesh if plan.mesh.cp == 1 else _device_mesh(device, plan.mesh.dp_shard, plan.mesh)
     with together():
