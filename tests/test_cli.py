@@ -118,7 +118,7 @@ def _left(folder):
         (["own.py:no_loss", *ON_A100S], r"the model returns a tensor of shape .*; return a scalar loss"),
         (["mlp-tiny", "--cluster", A100S, "--global-batch", 7, "--fix", "dp=2"], "7 is not divisible by 2 .*use a"),
         (["mlp-tiny", *ON_A100S, "--fix", "devices=8,dp=3"], "64 is not divisible by 3"),
-        (["mlp-tiny", *ON_A100S, "--fix", "foo=1"], "'foo' is none of pp, dp, dp_shard, tp, zero"),
+        (["mlp-tiny", *ON_A100S, "--fix", "foo=1"], "'foo' is none of pp, dp, dp_shard, tp, cp, zero"),
         (["mlp-tiny", *ON_A100S, "--fix", "dp"], "'dp' has no value"),
         (["mlp-tiny", *ON_A100S, "--fix", "dp=2,dp=4"], "dp is fixed twice"),
         (["mlp-tiny", *ON_A100S, "--fix", "dp=²"], "dp must be a whole number"),
