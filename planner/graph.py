@@ -283,6 +283,12 @@ class Fallback:
         return f"{self.source}: {self.reason}; {self.cure}"
 
 
+# Operators whose backward is the user's own code: an autograd Function, and a tensor hook.
+OPAQUE, HOOKED = "planner.opaque.default", "planner.hooked.default"
+_OWN_BACKWARD = (OPAQUE, HOOKED)
+# Namespaces whose backward is a derivative, and so linear in the gradient of the output.
+_DERIVATIVES = ("aten", "prims", "operator", "math", "planner")
+
 # Operators that leave the elements of their first operand in their row-major order.
 KEEPS_ORDER = {
     "view", "_unsafe_view", "reshape", "view_as", "reshape_as", "_reshape_alias", "flatten", "ravel", "unflatten",
@@ -415,6 +421,11 @@ class Graph:
         return ""
 
     @cached_property
+    def own_backward(self) -> str:
+        """`file:line` of the first operator whose backward need not be linear in the gradient ("" = there is none)."""
+        return next((node.source or node.name for node in self.nodes if not is_derivative(node.op)), "")
+
+    @cached_property
     def sample_runs(self) -> dict[int, int | None]:
         """Of each tensor with a batch dim: how often that dim runs through the samples; None = not known.
 
@@ -494,6 +505,15 @@ def _around_batch(tensor: Tensor) -> tuple[int, int]:
             return before, size.per_sample
         before *= size
     raise ValueError(f"tensor {tensor.name} has no batch dim")
+
+
+def is_derivative(op: str) -> bool:
+    """Whether the backward of an operator is linear in the gradient of what it makes: not where it is the user's code.
+
+    >>> is_derivative("aten.relu.default"), is_derivative(OPAQUE), is_derivative("mylib.clamped.default")
+    (True, False, False)
+    """
+    return op not in _OWN_BACKWARD and op.partition(".")[0] in _DERIVATIVES
 
 
 def refs(arg: object) -> Iterator[int]:

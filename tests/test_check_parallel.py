@@ -154,6 +154,35 @@ class Rounded(torch.nn.Module):
         return y * (1 + (y * 2**53).long() % 2)
 
 
+@pytest.mark.parametrize(("on_one_device", "error"), [(True, RuntimeError), (False, RuntimeError), (True, MemoryError)])
+def test_ranks_that_cannot_be_run_are_a_fault_where_one_device_can(
+    on_one_device: bool, error: type[Exception], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = Stack(lambda: Layer(torch.tanh))
+    graph = traced(model)
+
+    def fails(*_: object, shardings: tuple[Sharding, ...], **__: object) -> CheckReport:
+        if shardings or not on_one_device:
+            raise error("sizes differ")
+        return CheckReport()
+
+    monkeypatch.setattr(checking, "check_blocks", fails)
+    monkeypatch.setattr(torch.distributed, "get_rank", lambda: 0)
+    monkeypatch.setattr(torch.distributed, "get_world_size", lambda: 1)
+    shardings = shardings_of(graph, "lean")
+
+    def check() -> CheckReport:
+        return checking.check_everywhere(
+            model, graph, precision="fp64", micro_batch=2, device=CPU, shardings=shardings, degree=2
+        )[0]
+
+    if on_one_device and error is RuntimeError:
+        with pytest.raises(CheckError, match=r"ranks of tp fail with .*sizes differ"):
+            check()
+    else:
+        assert "sizes differ" in check().skipped
+
+
 def test_a_choice_that_rounding_makes_is_no_fault() -> None:
     model = Stack(Rounded)
     graph = traced(model)

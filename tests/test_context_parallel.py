@@ -204,6 +204,39 @@ def test_fixed_choices_that_cannot_be_are_refused(pins, sentence):
         ranked_plans(module, "1x8xA100-80GB", batch=batch, global_batch=16, fix=pins)
 
 
+class Clamped(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        return x * 1.0
+
+    @staticmethod
+    def backward(ctx, *gradients):
+        return gradients[0].clamp(-1e-4, 1e-4)
+
+
+class ClampedGradient(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.norm, self.up, self.down = nn.LayerNorm(8), nn.Linear(8, 16), nn.Linear(16, 8)
+
+    def forward(self, x, y):
+        return nn.functional.mse_loss(self.down(self.up(Clamped.apply(self.norm(x))).tanh()), y)
+
+
+def test_a_backward_of_the_users_own_sees_whole_gradients():
+    torch.manual_seed(0)
+    model = ClampedGradient().double()
+    batch = {"x": torch.randn(2, 6, 8, dtype=torch.float64), "y": torch.randn(2, 6, 8, dtype=torch.float64)}
+    graph = trace(model, batch, precision="fp64", device_kind="cpu")
+    values = values_of(graph, model, batch)
+    for variant in variants(graph, 2, PRICES):
+        localized = localize(graph, variant.shardings, 2)
+        assert_equal(graph, run_localized(localized, 2, values, 2), run_whole(graph, values, 2))
+
+    with pytest.raises(PlanError, match=r"cp=2 is not possible: .*test_context_parallel.py:.*; leave cp out"):
+        ranked_plans(model, "8xH100-80GB", batch=batch, global_batch=8, precision="fp64", fix={"cp": 2})
+
+
 def test_a_plan_whose_shardings_are_of_another_axis_is_refused():
     data = long_plan().to_dict()
     assert data["mesh"]["cp"] == 2

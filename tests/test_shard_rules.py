@@ -6,9 +6,9 @@ import random
 import pytest
 import torch
 
-from planner.graph import Batch
-from planner.shard.placement import Placement, divides, split
-from planner.shard.rules import line_of, matmul, pointwise, views
+from planner.graph import HOOKED, OPAQUE, Batch, Node, Ref, Tensor
+from planner.shard.placement import Placement, Q, divides, split
+from planner.shard.rules import has_rule, line_of, matmul, options, pointwise, views
 from planner.shard.rules.views import reshaped
 from planner.trace.parallel import Communicator, Threads, bound, piece_of
 from tests.shard_proofs import Example, assert_prices, booleans, check, example, integers, make, normal, prove, tensor
@@ -385,6 +385,36 @@ def test_an_operator_without_rule_is_replicated_and_what_has_no_gradient_is_neve
     plain = make(example("aten.relu.default", tensor(B, 4, has_gradient=False)))
     assert all("Q" not in str(option) for option in plain.options(2))
     assert [str(option) for option in made.options(2)] == ["R>R", "Q>Q"]
+
+
+def test_only_derivatives_run_on_partial_gradients() -> None:
+    """The user's own backward may clip: it must see whole gradients."""
+    tensors = [Tensor(name=str(i), shape=(4, 8), dtype="float64", kind="activation") for i in range(2)]
+    for op, may in (
+        ("aten.relu.default", True), (OPAQUE, False), (HOOKED, False), ("mylib.clamped.default", False),
+    ):  # fmt: skip
+        node = Node(name="n", op=op, args=("key", Ref(0)), outputs=(1,))
+        assert any(Q in option.operands for option in options(node, tensors, 2, {}, {0, 1})) == may
+
+
+def test_what_is_written_in_place_stays_the_part_it_is() -> None:
+    tensors = [Tensor(name=str(i), shape=(4, 8), dtype="float64", kind="activation") for i in range(3)]
+    node = Node(name="n", op="aten.mul_.Tensor", args=(Ref(0), Ref(1)), outputs=(2,), mutates=(0,), aliases=(0,))
+    found = options(node, tensors, 2, {}, {1})
+
+    assert {str(option) for option in found} >= {"R,R>R", "S0[4],S0[4]>S0[4]"}
+    assert all(option.operands[0] == option.outputs[0] for option in found)
+
+
+def test_what_is_written_by_name_is_not_split() -> None:
+    tensors = [Tensor(name=str(i), shape=(4, 8), dtype="float64", kind="activation") for i in range(4)]
+    out = Node(
+        name="n", op="aten.div.out", args=(Ref(0), Ref(1)), kwargs=(("out", Ref(2)),), outputs=(3,), mutates=(2,)
+    )
+
+    assert [str(option) for option in options(out, tensors, 2)] == ["R,R,R>R"]
+    assert not has_rule("aten.div.out")
+    assert has_rule("aten.div.Tensor")
 
 
 def test_two_operands_that_are_one_tensor_are_never_placed_in_two_ways() -> None:

@@ -30,7 +30,7 @@ import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
@@ -165,6 +165,14 @@ def check_everywhere(
         except Exception as error:
             # Memory above all. What it would have found is unknown, which is said, not hidden.
             found[0] = CheckReport(skipped=f"it failed with {_in_words(error)}")
+            if (
+                split_by
+                and not isinstance(error, torch.OutOfMemoryError | MemoryError)
+                and _succeeds(partial(check, ()))
+            ):
+                found[0] = (
+                    f"the blocks of the ranks of {axis} fail with {_in_words(error)} where one device runs; {_CURE}"
+                )
         is_unknown = isinstance(found[0], CheckReport) and found[0].skipped and not graph.fallbacks
         level = logging.WARNING if is_unknown else logging.INFO
         _log.log(level, "%s", found[0])
@@ -177,6 +185,14 @@ def check_everywhere(
         dist.broadcast_object_list(others, src=0, device=device)
         split_by = others[0]
     return found[0], split_by
+
+
+def _succeeds(run: Callable[[], object]) -> bool:
+    try:
+        run()
+    except Exception:
+        return False
+    return True
 
 
 class _OperatorError(CheckError):

@@ -20,10 +20,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from planner.graph import Batch, Graph, reads
+from planner.graph import OPAQUE, Batch, Graph, reads
 from planner.runtime.peers import ALONE, DROPOUT, Peers
 from planner.trace.aten import call_node, materialize
-from planner.trace.opaque import OPAQUE
 from planner.trace.parallel import piece_of
 
 # Elementwise: keep with probability 1 - p, divide by it.

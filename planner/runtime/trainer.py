@@ -504,6 +504,11 @@ def _check_plan(plan: Plan, graph: Graph) -> None:
         raise PlanError(f"the plan uses ep={mesh.ep}, which the runtime does not have yet; plan without")
     if mesh.cp > 1 and mesh.tp > 1:
         raise PlanError(f"the plan uses cp={mesh.cp} and tp={mesh.tp}, of which the runtime has one at a time; fix one")
+    if mesh.cp > 1 and graph.own_backward:
+        raise PlanError(
+            f"{graph.own_backward} has a backward of its own, which sees gradients of another size where cp={mesh.cp} "
+            "ranks share out samples; plan with cp=1"
+        )
     split = f"{mesh.split_axis}={mesh.split_degree}"
     if mesh.split_degree > 1 and graph.fallbacks:
         raise PlanError(

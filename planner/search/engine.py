@@ -165,6 +165,7 @@ class _Searcher:
             may_split_samples=(
                 self.sharded is not None
                 and not self.graph.fallbacks
+                and not self.graph.own_backward
                 and has_long_samples(self.graph, self.cluster, self.global_batch)
             ),
         )  # fmt: skip
@@ -271,6 +272,11 @@ class _Searcher:
                     raise PlanError(
                         f"{axis}={getattr(pins, axis)} needs a graph of the model, but {self.graph.fallbacks[0]}"
                     )
+        if (pins.cp or 1) > 1 and self.graph.own_backward:
+            raise PlanError(
+                f"cp={pins.cp} is not possible: {self.graph.own_backward} has a backward of its own, which would see "
+                "gradients of another size on ranks that share out samples; leave cp out"
+            )
         if (pins.pp or 1) > 1 and self.graph.reads_updates:
             raise PlanError(f"pp={pins.pp} is not possible: {self.graph.reads_updates}; leave pp out")
         if self.graph.one_data_rank:
@@ -559,12 +565,15 @@ class _Searcher:
 
     def _plan_notes(self, local: ShardedGraph, configuration: Configuration) -> tuple[str, ...]:
         axis, degree = _split_of(configuration)
+        notes: tuple[str, ...] = ()
+        if self.pins.zero and configuration.dp * configuration.cp == 1:
+            notes = (f"zero={self.pins.zero} has nothing to shard over: this is the way with one data-parallel rank",)
         share = replicated_share(self.graph, local.graph, degree) if degree > 1 else 0.0
         if share <= MENTIONED_SHARE:
-            return ()
+            return notes
         ruled_out = sorted({node.op for node in self.graph.nodes if list(reads(node)) and not has_rule(node.op)})
         why = f" (no sharding rule for {', '.join(ruled_out[:5])}{', ...' * (len(ruled_out) > 5)})" if ruled_out else ""
-        return (f"{share:.1%} of the model's FLOP run on all {degree} {_AXIS_WORDS[axis]} ranks alike{why}",)
+        return (*notes, f"{share:.1%} of the model's FLOP run on all {degree} {_AXIS_WORDS[axis]} ranks alike{why}",)
 
     def _least_memory(self, found: list[Configuration]) -> str:
         """The sentence for a cluster on which nothing fits.

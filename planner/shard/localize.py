@@ -379,6 +379,8 @@ class _Rewrite:
                     f"{refused}, but {self._graph.tensors[other].name} is read again later and must see what was "
                     "written"
                 )
+        if packet == "copy_" and any(t in self._moving for t in (*reads(node), *node.mutates)):
+            raise PlanError(f"{refused}, and without writing in place it has no derivative")
         return f"{namespace}.{packet.removesuffix('_')}.{overload}"
 
     # --- what goes out ---

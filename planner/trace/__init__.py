@@ -11,6 +11,8 @@ from torch import nn
 
 from planner.errors import ModelError, TraceError
 from planner.graph import (
+    HOOKED,
+    OPAQUE,
     Affine,
     Batch,
     Block,
@@ -27,7 +29,6 @@ from planner.graph import (
 )
 from planner.shard.placement import differentiable
 from planner.trace import (
-    opaque,
     parallel_experts,  # noqa: F401 registers operators
     parallel_operators,  # noqa: F401 registers operators
     pricing,
@@ -300,12 +301,12 @@ _OF_A_RANK = " (on N data-parallel ranks they are N times those of one device, a
 def _unknown_backward(nodes: Sequence[Node]) -> str:
     """Where user code has a backward of its own, of which it is not known that it treats samples one by one."""
     for node in nodes:
-        if node.op == opaque.OPAQUE:
+        if node.op == OPAQUE:
             name = str(node.args[0]).partition("#")[0].rpartition(".")[2]
             return (
                 f"{node.source}: autograd.Function {name} may mix samples, or look at the size of gradients{_OF_A_RANK}"
             )
-        if node.op == opaque.HOOKED:
+        if node.op == HOOKED:
             return f"{node.source}: a tensor hook may mix samples, or look at the size of gradients{_OF_A_RANK}"
         if node.op.partition(".")[0] not in KNOWN_NAMESPACES:
             return f"{node.source}: operator {node.op} may mix samples"

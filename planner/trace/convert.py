@@ -9,7 +9,21 @@ import torch
 from torch import fx, nn
 
 from planner.errors import ModelError, TraceError
-from planner.graph import Arg, Batch, BatchNumber, Node, Ref, Size, Symbol, Tensor, TensorKind, reads, refs
+from planner.graph import (
+    HOOKED,
+    OPAQUE,
+    Arg,
+    Batch,
+    BatchNumber,
+    Node,
+    Ref,
+    Size,
+    Symbol,
+    Tensor,
+    TensorKind,
+    reads,
+    refs,
+)
 from planner.trace import aten, autocast, opaque
 from planner.trace.batch import Leaf
 from planner.trace.prime import LARGEST_EXACT, comes_from, near_batch
@@ -186,7 +200,7 @@ class Converter:
         """One call of the exported graph, or of a graph nested in it."""
         target = node.target
         name = str(target)
-        if name in CHECKS or name == opaque.HOOKED:
+        if name in CHECKS or name == HOOKED:
             return
         if target is operator.getitem and isinstance(container := self.values.get(node.args[0]), tuple):  # type: ignore[arg-type]
             self.values[node] = container[node.args[1]]  # type: ignore[index]
@@ -218,7 +232,7 @@ class Converter:
     def _find_hooks(self, module: fx.GraphModule) -> None:
         """Note which results have tensor hooks, here and in nested graphs."""
         for node in module.graph.nodes:
-            if str(node.target) == opaque.HOOKED:
+            if str(node.target) == HOOKED:
                 hooked = node.args[1]
                 if hooked.op != "call_function":
                     raise refused(
@@ -240,14 +254,14 @@ class Converter:
             made = self._new(marker.name, node.meta["val"], "activation", node=node)
             key = str(marker.args[0])
             self.nodes.append(
-                Node(name=marker.name, op=opaque.HOOKED, args=(key, value), outputs=(made,), aliases=(value.tensor,),
+                Node(name=marker.name, op=HOOKED, args=(key, value), outputs=(made,), aliases=(value.tensor,),
                      path=self._path(node), source=self._source(marker))
             )  # fmt: skip
             self.values[node] = Ref(made)
 
     def _check_hooks(self) -> None:
         """Refuse a hook on a tensor that is written in place: it would see the gradient of another value."""
-        hooked = {t: n.source for n in self.nodes if n.op == opaque.HOOKED for t in n.aliases}
+        hooked = {t: n.source for n in self.nodes if n.op == HOOKED for t in n.aliases}
         if not hooked:
             return
         root = storage_roots(self.nodes)
@@ -344,7 +358,7 @@ class Converter:
             self._new(node.name, item, "activation", node=node) if isinstance(item, torch.Tensor) else None
             for item in items
         )
-        if name == opaque.OPAQUE:
+        if name == OPAQUE:
             shares, is_random = opaque.traits(str(args[0]))
             aliases = tuple(dict.fromkeys(refs(args))) if shares else ()
         else:

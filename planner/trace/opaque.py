@@ -27,8 +27,7 @@ from torch.fx.node import has_side_effect
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from planner.errors import TraceError
-
-OPAQUE, HOOKED = "planner.opaque.default", "planner.hooked.default"
+from planner.graph import HOOKED, OPAQUE
 
 
 class NotKept(Exception):  # noqa: N818 it is a reason, which becomes a fallback with the user's line

@@ -30,7 +30,9 @@ def line_of(op: str) -> str | None:
     >>> line_of("aten.add_.Tensor"), line_of("aten.var.correction"), line_of("aten.nonzero.default")
     ('aten.add', 'aten.var.correction', None)
     """
-    packet = op.rpartition(".")[0]
+    packet, _, overload = op.rpartition(".")
+    if overload == "out" or overload.endswith("_out"):
+        return None  # what it writes into keeps its whole size
     return next((name for name in (op, packet, packet.removesuffix("_")) if name in TABLE), None)
 
 

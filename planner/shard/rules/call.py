@@ -14,7 +14,7 @@ from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, S
 from dataclasses import dataclass
 from functools import cached_property
 
-from planner.graph import Arg, Batch, Node, Ref, Size, Tensor
+from planner.graph import Arg, Batch, Node, Ref, Size, Tensor, is_derivative
 from planner.shard.placement import (
     Option,
     P,
@@ -251,13 +251,24 @@ Rule = Callable[[Call], Iterator[Option]]
 
 
 def options_of(call: Call, rule: Rule | None) -> tuple[Option, ...]:
-    """As it is; in partial gradients; then what the rule allows, each once."""
+    """As it is; in partial gradients, in which derivatives are linear; then what the rule allows, each once."""
     found = [call.same(R)]
-    if any(t in call.gradients for t in call.operands):
+    if is_derivative(call.node.op) and any(t in call.gradients for t in call.operands):
         found.append(call.same(Q))
     if rule is not None:
         found += rule(call)
     by_placement: dict[tuple[object, object], Option] = {}
     for option in found:
-        by_placement.setdefault((option.operands, option.outputs), option)
+        if _writes_what_it_makes(call, option):
+            by_placement.setdefault((option.operands, option.outputs), option)
     return tuple(by_placement.values())
+
+
+def _writes_what_it_makes(call: Call, option: Option) -> bool:
+    """Whether an operator in place makes of its operand what is stored there already: a part stays the same part."""
+    if not call.name.endswith("_") or not call.node.mutates:
+        return True
+    placed = dict(zip(call.operands, option.operands, strict=True))
+    written = [placed[t] for t in call.node.mutates if t in placed]
+    # A sum over ranks that is whole where it is written, or the other way round, would be read as something else.
+    return all(w == made or {w, made} == {R, Q} for w in written for made in option.outputs if made is not None)
