@@ -573,7 +573,10 @@ class _Searcher:
             return notes
         ruled_out = sorted({node.op for node in self.graph.nodes if list(reads(node)) and not has_rule(node.op)})
         why = f" (no sharding rule for {', '.join(ruled_out[:5])}{', ...' * (len(ruled_out) > 5)})" if ruled_out else ""
-        return (*notes, f"{share:.1%} of the model's FLOP run on all {degree} {_AXIS_WORDS[axis]} ranks alike{why}",)
+        return (
+            *notes,
+            f"{share:.1%} of the model's FLOP run on all {degree} {_AXIS_WORDS[axis]} ranks alike{why}",
+        )
 
     def _least_memory(self, found: list[Configuration]) -> str:
         """The sentence for a cluster on which nothing fits.
