@@ -27,7 +27,7 @@ from planner.zoo.gpt import GPT, GPTConfig
 from planner.zoo.llama import Llama, LlamaConfig
 from planner.zoo.registry import batch_of_module
 from tests.distributed_cases import PRICES
-from tests.sharded import assert_equal, run_localized, run_whole, values_of
+from tests.sharded import Chance, assert_equal, run_localized, run_whole, values_of
 
 GATHERED, EXCHANGED = ("planner.gather.default", "planner.gather_sum.default"), "planner.exchange.default"
 LONG = 262_144
@@ -258,3 +258,37 @@ def test_llama3_8b_at_131072_tokens_splits_its_samples():
     assert plan.mesh.cp > 1
     assert plan.prediction.fits
     assert "hands on what it makes: split along dim 1" in sharding_text(plan)
+
+
+@pytest.mark.parametrize(("fix", "is_told"), [({"zero": 3, "tp": 2}, True), ({"zero": 3, "dp": 2}, False)])
+def test_a_fixed_zero_stage_that_has_nothing_to_shard_over_is_told(fix, is_told):
+    model, batch = build("gpt-tiny")
+    plan = ranked_plans(model, "2xA100-80GB", batch=batch, global_batch=4, fix={**fix, "devices": 2}, top=1)[0]
+
+    assert any("zero=3 has nothing to shard over" in note for note in plan.notes) == is_told
+
+
+def test_a_copy_in_place_is_never_made_another_operator():
+    """`aten.copy` has no derivative."""
+
+    class Copies(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.up, self.down = nn.Linear(8, 16), nn.Linear(16, 8)
+
+        def forward(self, x, y):
+            hidden = self.up(x)
+            hidden[:, :, :] = self.up(x).tanh()
+            return nn.functional.mse_loss(self.down(hidden), y)
+
+    torch.manual_seed(0)
+    model = Copies().double()
+    batch = {"x": torch.randn(2, 4, 8, dtype=torch.float64), "y": torch.randn(2, 4, 8, dtype=torch.float64)}
+    graph = trace(model, batch, precision="fp64", device_kind="cpu")
+    values = values_of(graph, model, batch)
+    for variant in variants(graph, 2, PRICES):
+        localized = localize(graph, variant.shardings, 2)
+        assert_equal(graph, run_localized(localized, 2, values, 2), run_whole(graph, values, 2))
+
+    with pytest.raises(PlanError, match="without writing in place it has no derivative"):
+        localize(graph, Chance(graph, 2, 0).shardings, 2)
