@@ -16,7 +16,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
-from typing import TypeVar
+from typing import NamedTuple, TypeVar
 
 from planner.errors import ClusterError
 from planner.resources import profiles_path
@@ -24,14 +24,33 @@ from planner.resources import profiles_path
 DTYPES = ("bfloat16", "float16", "tf32", "float32", "float64")
 COMPUTE_KINDS = ("matmul", "attention_forward", "attention_backward", "convolution")
 EFFICIENCY_KINDS = (*COMPUTE_KINDS, "memory")
-COLLECTIVES = ("all_reduce", "all_gather", "reduce_scatter", "send_recv", "broadcast")
+COLLECTIVES = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "send_recv", "broadcast")
 DEVICE_KINDS = ("cuda", "cpu")
 LINK_KINDS = ("nvlink", "pcie", "infiniband", "ethernet", "gloo")
+# What computing runs beside. pcie_pair: groups of two devices of a node; host: copies to and from host memory.
+TRANSFER_KINDS = (*LINK_KINDS, "pcie_pair", "host")
 
 _Part = TypeVar("_Part", "Device", "Link")
 
 # Text that does not change a plan, so it is left out of the fingerprint.
 _WORDS = ("source", "aliases", "cuda_names")
+
+
+class Slowdown(NamedTuple):
+    """How many times as long each of two things takes while both run at once: computing, and moving bytes.
+
+    1 is no slow-down; (2, 2) is one after the other.
+    """
+
+    compute: float
+    link: float
+
+
+class OptimizerSeconds(NamedTuple):
+    """What a step of an optimizer takes for each byte of parameters, and besides for each of their tensors."""
+
+    per_byte: float
+    per_tensor: float
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -146,6 +165,20 @@ def _curve(value: object) -> object:
         raise ValueError(f"is no curve: {error}") from None
 
 
+def _slowdown(value: object) -> object:
+    numbers = list(value) if isinstance(value, list | tuple) else []
+    if len(numbers) != 2 or not all(type(n) in (int, float) and math.isfinite(n) and n >= 1 for n in numbers):
+        raise _wrong("two numbers >= 1, how many times as long computing and the transfer take", value)
+    return Slowdown(float(numbers[0]), float(numbers[1]))
+
+
+def _optimizer(value: object) -> object:
+    numbers = list(value) if isinstance(value, list | tuple) else []
+    if len(numbers) != 2 or not all(type(n) in (int, float) and math.isfinite(n) and n >= 0 for n in numbers):
+        raise _wrong("two numbers >= 0, seconds for a byte of parameters and for a tensor", value)
+    return OptimizerSeconds(float(numbers[0]), float(numbers[1]))
+
+
 def _table(
     names: tuple[str, ...] | None,
     check: Callable[[object], object],
@@ -183,7 +216,6 @@ _not_negative = _number("a number >= 0", lambda value: value >= 0)
 _num_bytes = _number("a number of bytes >= 0", lambda value: value >= 0, int)
 _count = _number("a whole number >= 1", lambda value: value >= 1, int)
 _slack = _number("a number in [0, 1)", lambda value: 0 <= value < 1)
-_slowdown = _number("a number >= 1", lambda value: value >= 1)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -212,13 +244,14 @@ class Device:
     block_seconds: float  # CPU time of calling a block as a module of its own, per block and pass
     pass_seconds: float  # CPU time of a pipeline schedule, per stage and pass of a micro-batch
     synchronous_dispatch: bool
-    overlap_slowdown: Mapping[str, float] = field(hash=False)  # by link kind, >= 1
+    overlap_slowdown: Mapping[str, Slowdown] = field(hash=False)  # by TRANSFER_KINDS
     devices_per_node: int  # the usual machine around it: defaults of the shorthand 2x8xNAME
     nics_per_node: int
     intra_node_link: str
     inter_node_link: str
     aliases: tuple[str, ...] = ()
     cuda_names: tuple[str, ...] = ()  # as torch.cuda.get_device_name() says
+    optimizer_seconds: Mapping[str, OptimizerSeconds] | None = field(default=None, hash=False)  # None: not measured
     source: Mapping[str, str] = field(hash=False)
 
     def __post_init__(self) -> None:
@@ -268,10 +301,11 @@ class Link:
     latency_seconds: float  # of one step of a ring or tree
     launch_seconds: float  # of a collective as such: its kernel, its handshake
     node_bytes_per_second: float | None = None  # None: not shared
-    in_switch_all_reduce_bytes_per_second: float | None = None  # bus bandwidth, as nccl-tests
+    in_switch_all_reduce_bytes_per_second: float | None = None  # of the tensor: algorithm bandwidth of nccl-tests
     in_switch_min_ranks: int | None = None  # fewer ranks use the ring
     efficiency: Mapping[str, Curve] = field(hash=False)  # by collective or "any"
     group_efficiency: Curve | None = None  # over ranks of the group in one node; None: all 1
+    spread: float | None = None  # median |predicted / published - 1| by sources that had no part in it; None: not known
     source: Mapping[str, str] = field(hash=False)
 
     def __post_init__(self) -> None:
@@ -286,8 +320,11 @@ class Link:
     def fraction(self, collective: str, num_bytes: float) -> float:
         """Share of the bandwidth that a collective reaches with `num_bytes` sent.
 
-        They are those of each rank inside a node, those of each network card between nodes.
+        They are those of each rank inside a node, those of each network card between nodes. An all-to-all is many
+        messages between two ranks if nobody has measured it.
         """
+        if collective == "all_to_all" and collective not in self.efficiency:
+            collective = "send_recv"
         curve = self.efficiency.get(collective) or self.efficiency["any"]
         return curve.at(num_bytes)
 
@@ -340,8 +377,8 @@ class Cluster:
         text = json.dumps(_without_words(self.to_dict()), sort_keys=True, separators=(",", ":"))
         return hashlib.sha256(text.encode()).hexdigest()
 
-    def slowdown(self, link: Link) -> float:
-        """Time of computing and communicating at once over the slower of both alone; at least 1."""
+    def slowdown(self, link: Link) -> Slowdown:
+        """What computing and communicating by this link do to one another while both run."""
         return self.device.overlap_slowdown[link.kind]
 
     def to_dict(self) -> dict[str, object]:
@@ -403,13 +440,14 @@ _DEVICE_KEYS: Mapping[str, Callable[[object], object]] = {
     "block_seconds": _not_negative,
     "pass_seconds": _not_negative,
     "synchronous_dispatch": _flag,
-    "overlap_slowdown": _table(LINK_KINDS, _slowdown),
+    "overlap_slowdown": _table(TRANSFER_KINDS, _slowdown),
     "devices_per_node": _count,
     "nics_per_node": _count,
     "intra_node_link": _text,
     "inter_node_link": _text,
     "aliases": _texts,
     "cuda_names": _texts,
+    "optimizer_seconds": _optional(_table(None, _optimizer)),
     "source": _sources,
 }
 _LINK_KEYS: Mapping[str, Callable[[object], object]] = {
@@ -423,6 +461,7 @@ _LINK_KEYS: Mapping[str, Callable[[object], object]] = {
     "in_switch_min_ranks": _optional(_count),
     "efficiency": _table((*COLLECTIVES, "any"), _curve, ("any",)),
     "group_efficiency": _optional(_curve),
+    "spread": _optional(_not_negative),
     "source": _sources,
 }
 _CLUSTER_KEYS: Mapping[str, Callable[[object], object]] = {
@@ -439,6 +478,8 @@ _OPTIONAL_KEYS = {
     "in_switch_all_reduce_bytes_per_second",
     "in_switch_min_ranks",
     "group_efficiency",
+    "spread",
+    "optimizer_seconds",
 }
 # Choices and names: they need no evidence.
 _NO_SOURCE = {

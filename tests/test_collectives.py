@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from planner.cluster import Cluster, Curve, Link
+from planner.cluster import Cluster, Curve, Link, Slowdown
 from planner.collectives import (
     Group,
     all_gather_seconds,
@@ -14,6 +14,7 @@ from planner.collectives import (
     axis_group,
     broadcast_seconds,
     example_group,
+    group_slowdown,
     hop_crosses_nodes,
     overlapped_seconds,
     reduce_scatter_seconds,
@@ -80,7 +81,8 @@ def test_the_switch_reduces_for_enough_ranks_only():
     switch = link(in_switch_all_reduce_bytes_per_second=4e9, in_switch_min_ranks=5)
 
     assert all_reduce_seconds(1e8, example_group(4, switch)) == all_reduce_seconds(1e8, example_group(4, link()))
-    assert all_reduce_seconds(8e8, example_group(8, switch)) == pytest.approx(2e-5 + 14e8 / 4e9)
+    # Up to the switch and down again in two hops: 800 MB at 4 GB/s of the tensor, however many ranks.
+    assert all_reduce_seconds(8e8, example_group(8, switch)) == pytest.approx(2e-5 + 8e8 / 4e9)
 
 
 def test_a_pipeline_hop_goes_by_the_link_it_crosses():
@@ -192,11 +194,55 @@ def test_one_rank_and_no_bytes_cost_nothing(seconds):
     assert seconds(0, example_group(4, link())) == 0
 
 
-@given(st.floats(0, 10), st.floats(0, 10), st.floats(1, 3))
+@given(st.floats(0, 10), st.floats(0, 10), st.builds(Slowdown, st.floats(1, 4), st.floats(1, 4)))
 def test_overlap_lies_between_the_longer_and_the_sum(compute, transfer, slowdown):
     both = overlapped_seconds(compute, transfer, slowdown)
 
-    assert max(compute, transfer) <= both <= compute + transfer
+    assert max(compute, transfer) * (1 - 1e-12) <= both <= compute + transfer
+
+
+def test_overlap_by_hand_whichever_is_done_first():
+    slow = Slowdown(2.0, 1.25)
+
+    # 1 s of transfer takes 1.25 s, in which 0.625 s are computed; of 3 s, 2.375 are left.
+    assert overlapped_seconds(3.0, 1.0, slow) == pytest.approx(1.25 + 2.375)
+    # 1 s of computing takes 2 s, in which 1.6 s are transferred; of 3 s, 1.4 are left.
+    assert overlapped_seconds(1.0, 3.0, slow) == pytest.approx(2.0 + 1.4)
+    assert overlapped_seconds(1.0, 0.5, Slowdown(2.0, 2.0)) == pytest.approx(1.5)  # one after the other
+    assert overlapped_seconds(1.0, 0.5, Slowdown(4.0, 4.0)) == pytest.approx(1.5)  # never longer
+
+
+def test_two_devices_in_slots_slow_one_another_down_by_figures_of_their_own():
+    table = {"pcie": Slowdown(1.2, 1.0), "pcie_pair": Slowdown(3.0, 1.3), "ethernet": Slowdown(1.1, 1.0)}
+    box = cluster(num_nodes=1, intra=link(kind="pcie"), inter=link(kind="ethernet"))
+    box = dataclasses.replace(box, device=dataclasses.replace(box.device, overlap_slowdown=table))
+
+    assert group_slowdown(box, axis_group(box, {"a": 4, "b": 2}, "b")) == (3.0, 1.3)
+    assert group_slowdown(box, axis_group(box, {"a": 2, "b": 4}, "b")) == (1.2, 1.0)
+
+
+def test_an_all_to_all_is_messages_between_pairs_unless_it_was_measured():
+    half, any_curve = Curve(points=((1.0, 0.5),)), Curve(points=((1.0, 1.0),))
+    curves = {"any": any_curve, "send_recv": half}
+    few = Curve(points=((2.0, 0.5), (4.0, 0.5), (8.0, 1.0)))  # of rings, which pairs do not need
+    pairs = cluster(intra=link(latency_seconds=0.0, efficiency=curves, group_efficiency=few))
+    measured = cluster(intra=link(latency_seconds=0.0, efficiency={**curves, "all_to_all": any_curve}))
+
+    assert all_to_all_seconds(1e6, axis_group(pairs, {"ep": 4}, "ep")) == pytest.approx(0.75e6 / 0.5e9)
+    assert all_to_all_seconds(1e6, axis_group(measured, {"ep": 4}, "ep")) == pytest.approx(0.75e6 / 1e9)
+
+
+def test_across_slow_links_computing_is_slowed_down_by_their_share_of_the_links_inside():
+    table = {"nvlink": Slowdown(2.0, 1.5), "infiniband": Slowdown(1.1, 1.0)}
+    many = cluster()
+    many = dataclasses.replace(many, device=dataclasses.replace(many.device, overlap_slowdown=table))
+    sizes = {"a": 2, "b": 16}
+
+    assert group_slowdown(many, axis_group(many, {"a": 4, "b": 8}, "b")) == (2.0, 1.5)
+    assert group_slowdown(many, axis_group(many, {"a": 4, "b": 8}, "a")) == (1.1, 1.0)
+    # 8 cards of 100 MB/s: 0.8 of the 1 GB/s inside.
+    assert group_slowdown(many, axis_group(many, sizes, "b")) == pytest.approx((1.8, 1.4))
+    assert group_slowdown(many, axis_group(many, {"a": 32, "b": 1}, "b")) == (1.0, 1.0)
 
 
 def test_published_bandwidth_of_eight_a100():
