@@ -9,10 +9,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from planner import measure
 from planner.cluster import Cluster
 from planner.collectives import all_reduce_seconds, axis_group, send_recv_seconds
 from planner.errors import ClusterError
+from planner.measure import local as measure
 
 # What one rank measured: [(size, seconds)], sizes in FLOP or bytes.
 RANK = {

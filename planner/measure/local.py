@@ -15,8 +15,6 @@ import math
 import os
 import queue
 import statistics
-import subprocess
-import sys
 import tempfile
 import threading
 import time
@@ -28,17 +26,19 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from planner.cluster import Cluster, Curve, Device, Link, all_devices, device_named, link_named
+from planner.cluster import Cluster, Curve, Device, Link, Slowdown, all_devices, device_named, link_named
 from planner.errors import ClusterError
+from planner.measure.processes import Worker, end_with_parent, forward_lines, last_line, say, start_process, stop
 
 _log = logging.getLogger(__name__)
 
-_FORMAT = 4  # changes with the meaning of a cached number
+_FORMAT = 5  # changes with the meaning of a cached number
 _MAX_PROCESSES = 16
 _TIMEOUT_SECONDS = 90.0
 _WAIT_SECONDS = 120.0  # of ranks for the first one, which measures
 _STEPS = ("start", "matmul", "memory", "dispatch", "attention", "convolution", "gloo", "wrapper")
 _SOURCE = "measured here with all processes busy"
+CPU_VARIABLES = {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}  # of a rank on one core
 
 Progress = Callable[[float, str], None]
 
@@ -81,7 +81,7 @@ def local_cluster(
             _log.warning("the cached measurement %s is unreadable: measuring again", path)
     cluster = _cpu_cluster(count, _measure_cpu(count, progress or (lambda fraction, text: None)))
     if path is not None:
-        _write(path, cluster.to_json())
+        write_if_possible(path, cluster.to_json())
     return cluster
 
 
@@ -236,7 +236,7 @@ def _cpu_cluster(num_processes: int, ranks: Sequence[Mapping[str, object]]) -> C
         pass_seconds=_rounded(_pass_seconds(slowest, num_processes)),
         synchronous_dispatch=True,
         # The ranks have one core each: what gloo's threads take is taken from computing.
-        overlap_slowdown={"gloo": 2.0},
+        overlap_slowdown={"gloo": Slowdown(2.0, 2.0)},
         devices_per_node=num_processes,
         nics_per_node=1,
         intra_node_link="gloo",
@@ -357,7 +357,7 @@ def _measure_cpu(num_processes: int, progress: Progress) -> list[Mapping[str, ob
     with tempfile.TemporaryDirectory(prefix="autoplan-") as folder:
         workers = [_start(rank, num_processes, folder) for rank in range(num_processes)]
         for rank, worker in enumerate(workers):
-            threading.Thread(target=_forward, args=(rank, worker, messages), daemon=True).start()
+            threading.Thread(target=forward_lines, args=(rank, worker, messages), daemon=True).start()
         try:
             deadline = time.monotonic() + _TIMEOUT_SECONDS
             while len(results) < num_processes:
@@ -371,70 +371,25 @@ def _measure_cpu(num_processes: int, progress: Progress) -> list[Mapping[str, ob
                     ) from None
                 if not line:
                     if rank not in results:
-                        raise ClusterError(f"measuring this machine failed: {_last_line(folder, rank)}")
+                        raise ClusterError(f"measuring this machine failed: {last_line(folder, rank)}")
                 elif line.startswith("{"):
                     results[rank] = json.loads(line)
                 elif rank == 0 and line in _STEPS:
                     progress(_STEPS.index(line) / len(_STEPS), line)
         finally:
-            _stop(workers)
+            stop(workers)
     progress(1.0, "done")
     return [results[rank] for rank in range(num_processes)]
 
 
-def _start(rank: int, num_processes: int, folder: str) -> subprocess.Popen[str]:
-    """A worker process. Not multiprocessing: that would run an unguarded user script again."""
-    package = str(Path(__file__).resolve().parents[1])
-    paths = [package, *filter(None, [os.environ.get("PYTHONPATH")])]
-    code = f"from planner.measure import _work; _work({rank}, {num_processes}, {folder!r})"
-    with (Path(folder) / f"errors-{rank}").open("w", encoding="utf-8") as errors:
-        return subprocess.Popen(
-            [sys.executable, "-c", code],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=errors,
-            text=True,
-            env={
-                **os.environ,
-                "PYTHONPATH": os.pathsep.join(paths),
-                "OMP_NUM_THREADS": "1",
-                "MKL_NUM_THREADS": "1",
-                "CUDA_VISIBLE_DEVICES": "",
-            },
-        )
-
-
-def _forward(rank: int, worker: subprocess.Popen[str], messages: queue.Queue[tuple[int, str]]) -> None:
-    if worker.stdout is not None:
-        with worker.stdout as lines:
-            for line in lines:
-                messages.put((rank, line.strip() or " "))
-    messages.put((rank, ""))
-
-
-def _stop(workers: Sequence[subprocess.Popen[str]]) -> None:
-    """Ask by closing their input (a worker whose parent dies ends the same way), then kill."""
-    for worker in workers:
-        if worker.stdin is not None:
-            with contextlib.suppress(OSError):
-                worker.stdin.close()
-    for worker in workers:
-        try:
-            worker.wait(timeout=1)
-        except subprocess.TimeoutExpired:
-            worker.kill()
-            worker.wait()
-
-
-def _last_line(folder: str, rank: int) -> str:
-    path = Path(folder) / f"errors-{rank}"
-    lines = path.read_text(encoding="utf-8", errors="replace").strip().splitlines()
-    return lines[-1] if lines else f"process {rank} ended without a word"
+def _start(rank: int, num_processes: int, folder: str) -> Worker:
+    code = f"from planner.measure.local import _work; _work({rank}, {num_processes}, {folder!r})"
+    return start_process(code, rank, folder, CPU_VARIABLES)
 
 
 def _work(rank: int, num_processes: int, folder: str) -> None:
     """Measure as one of several ranks and print the result: the body of a worker process."""
-    threading.Thread(target=_end_with_parent, daemon=True).start()
+    end_with_parent()
     torch.set_num_threads(1)
     torch.manual_seed(0)
     resident = _resident_bytes()
@@ -446,46 +401,33 @@ def _work(rank: int, num_processes: int, folder: str) -> None:
         timeout=timedelta(seconds=60),
     )
     result: dict[str, object] = {"resident_bytes": resident}
-    _say("start")
-    _say("matmul")
+    say("start")
+    say("matmul")
     for dtype, sizes in (
         (torch.float32, (16, 32, 64, 128, 256, 512)),
         (torch.float64, (256, 512)),
         (torch.bfloat16, (256, 512)),
     ):
         result[f"matmul_{str(dtype).removeprefix('torch.')}"] = _matmul_rows(dtype, sizes)
-    _say("memory")
+    say("memory")
     result["memory"] = _memory_rows()
     result["copy"] = [(float(1 << 26), _copy_seconds(1 << 26))]
-    _say("dispatch")
+    say("dispatch")
     result["dispatch"] = [(1, _dispatch_seconds())]
     result["block"] = [(1, _block_seconds())]
-    _say("attention")
+    say("attention")
     result.update(_attention_rows())
-    _say("convolution")
+    say("convolution")
     result["convolution"] = _convolution_rows()
     if num_processes > 1:
-        _say("gloo")
+        say("gloo")
         result.update(_collective_rows(rank, num_processes))
-        _say("wrapper")
+        say("wrapper")
         result["wrapper"] = [(1, _fully_shard_seconds(num_processes))]
         result["pass"] = [(1, _pipeline_seconds(rank, num_processes))]
     dist.barrier()
-    _say(json.dumps(result))
+    say(json.dumps(result))
     dist.destroy_process_group()
-
-
-def _say(line: str) -> None:
-    sys.stdout.write(line + "\n")
-    sys.stdout.flush()
-
-
-def _end_with_parent() -> None:
-    """End when the parent closes our input, or dies."""
-    # os.read: sys.stdin.read would hold a lock that the interpreter wants at its end.
-    while os.read(0, 1):
-        pass
-    os._exit(1)
 
 
 def _resident_bytes() -> int:
@@ -751,15 +693,29 @@ def _cache_is_on() -> bool:
     return os.environ.get("AUTOPLAN_CACHE", "").lower() not in ("off", "0", "no")
 
 
-def _cache_path(num_processes: int) -> Path:
-    """Where this machine's measurement lies; another CPU or torch version has another file."""
+def cache_folder() -> Path | None:
+    """Where measurements of this machine are kept; None where the user wants none kept."""
+    if not _cache_is_on():
+        return None
     home = os.environ.get("XDG_CACHE_HOME")
-    folder = Path(home) if home else Path.home() / ".cache"
-    key = json.dumps([_FORMAT, _cpu_model(), num_cores(), num_processes, torch.__version__])
-    return folder / "autoplan" / f"local-{hashlib.sha256(key.encode()).hexdigest()[:16]}.json"
+    return (Path(home) if home else Path.home() / ".cache") / "autoplan"
 
 
-def _cpu_model() -> str:
+def machine_digest(num_processes: int) -> str:
+    """A word for this machine and torch; another CPU or torch version has another one."""
+    key = json.dumps([_FORMAT, cpu_model(), num_cores(), num_processes, torch.__version__])
+    return hashlib.sha256(key.encode()).hexdigest()[:16]
+
+
+def _cache_path(num_processes: int) -> Path:
+    """Where this machine's measurement lies."""
+    folder = cache_folder()
+    assert folder is not None
+    return folder / f"local-{machine_digest(num_processes)}.json"
+
+
+def cpu_model() -> str:
+    """The processor's name."""
     with contextlib.suppress(OSError):
         for line in Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines():
             if line.startswith(("model name", "CPU part")):
@@ -767,7 +723,7 @@ def _cpu_model() -> str:
     return os.uname().machine
 
 
-def _write(path: Path, text: str) -> None:
+def write_if_possible(path: Path, text: str) -> None:
     """Write in one step: a reader sees the old file or the new one. A full disk is no error."""
     temporary = path.with_name(f"{path.name}.{os.getpid()}.tmp")
     try:

@@ -1,0 +1,188 @@
+"""`autoplan measure`, and profiles on the way into a plan."""
+
+import json
+from dataclasses import replace
+
+import pytest
+
+from planner import cli, cli_measure
+from planner.cli_measure import default_path, usable_profile
+from planner.cluster import Cluster
+from planner.errors import ProfileError
+from planner.measure.machine import torch_release
+from planner.plan import Plan
+from planner.profile import Profile
+from planner.search.measuring import local_measuring
+from tests.test_measure_operators import MACHINE, TWO_CORES, fake_rows
+from tests.test_profile import collective_row
+
+
+@pytest.fixture(autouse=True)
+def machine(monkeypatch, tmp_path):
+    """Two cores that take no time to measure."""
+    monkeypatch.setenv("XDG_DATA_HOME", str(tmp_path / "data"))
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.delenv("AUTOPLAN_CACHE", raising=False)
+    monkeypatch.delenv("RANK", raising=False)
+    monkeypatch.chdir(tmp_path)
+    here = replace(MACHINE, torch=torch_release())
+    asked: list[int] = []
+
+    def blocks(todo, profile, *, budget_seconds, keep, progress):
+        missing = [case for case in todo if case.key not in profile.block_rows]
+        asked.append(len(missing))
+        for case in missing:
+            passes = fake_rows(case, case.micro_batch * 1e-3)
+            profile = profile.with_rows([passes.block, *passes.operators])
+            keep(profile)
+        return profile
+
+    def ranks(profile, what, *, budget_seconds, keep, progress):
+        profile = profile.with_rows(
+            [collective_row("all_reduce", size, 1e-3 + size / 1e9, ranks=2) for size in (4096.0, 1e6, 3e7)]
+        )
+        keep(profile)
+        return profile
+
+    monkeypatch.setattr(cli_measure, "local_cluster", lambda num_processes, progress: TWO_CORES)
+    monkeypatch.setattr(cli_measure, "this_machine", lambda kind, processes: here)
+    monkeypatch.setattr("planner.search.measuring.this_machine", lambda kind, processes: here)
+    monkeypatch.setattr(cli_measure, "measure_operators", blocks)
+    monkeypatch.setattr("planner.search.measuring.measure_operators", blocks)
+    monkeypatch.setattr(cli_measure, "measure_here", ranks)
+    return here, asked
+
+
+def test_measured_once_and_planned_by(machine, capsys):
+    _, asked = machine
+    arguments = ["measure", "mlp-tiny", "--micro-batch", "1,4", "--out", "p.json"]
+
+    assert cli.main(arguments) == 0
+    assert cli.main(arguments) == 0
+
+    assert asked[0] > 0
+    assert asked[1] == 0
+    assert "kept in p.json" in capsys.readouterr().out
+    profile = Profile.load("p.json")
+    assert profile.blocks
+    assert profile.collectives
+    planning = ["plan", "mlp-tiny", "--cluster", "two.json", "--global-batch", "8", "--out"]
+    cluster = TWO_CORES.to_json()
+    with open("two.json", "w") as file:  # noqa: PTH123
+        file.write(cluster)
+    assert cli.main([*planning, "plain.json"]) == 0
+    assert "rests on measured" not in capsys.readouterr().out
+    assert cli.main([*planning, "measured.json", "--profile", "p.json"]) == 0
+    assert "of the first plan's step rests on measured times" in capsys.readouterr().out
+    plain, measured = Plan.load("plain.json"), Plan.load("measured.json")
+    assert plain.prediction.measured_share == 0
+    assert "measured_share" not in plain.to_dict()
+    assert 0.5 < measured.prediction.measured_share <= 1
+    assert measured.prediction.step_seconds > 2 * plain.prediction.step_seconds  # a millisecond for everything
+    assert cli.main(["show", "measured.json"]) == 0
+    assert "rests on measured times" in capsys.readouterr().out
+
+
+def test_without_a_file_it_is_the_users_own(machine, capsys):
+    here, _ = machine
+
+    assert cli.main(["measure", "--json"]) == 0
+
+    out = capsys.readouterr().out
+    assert json.loads(out)["machine"]["host"] == here.host
+    assert default_path(here).read_text() == out
+
+
+@pytest.mark.parametrize(
+    ("change", "words"), [({"host": "other"}, "another machine"), ({"torch": "2.0.0"}, "another torch (2.0.0, not ")]
+)
+def test_a_file_of_another_machine_is_not_added_to(machine, change, words, capsys):
+    here, _ = machine
+    Profile(machine=replace(here, **change)).save("p.json")
+
+    assert cli.main(["measure", "mlp-tiny", "--out", "p.json"]) == 1
+    assert words in capsys.readouterr().err
+    assert not Profile.load("p.json").blocks
+    assert cli.main(["measure", "mlp-tiny", "--out", "p.json", "--any-machine"]) == 0
+
+
+def test_a_profile_of_another_machine_is_refused_or_asked_for(machine, monkeypatch):
+    here, _ = machine
+    Profile(machine=replace(here, host="other")).save("p.json")
+
+    with pytest.raises(ProfileError, match=r"p.json is of another machine .other, not 0.; measure here"):
+        usable_profile("p.json", TWO_CORES, is_local=True, any_machine=False)
+    assert usable_profile("p.json", TWO_CORES, is_local=True, any_machine=True) is not None
+    assert usable_profile("p.json", TWO_CORES, is_local=False, any_machine=False) is not None
+    assert usable_profile(None, TWO_CORES, is_local=True, any_machine=False) is None
+    with pytest.raises(ProfileError, match="a cpu device"):
+        usable_profile("p.json", Cluster.load("1x8xA100-80GB"), is_local=False, any_machine=False)
+    for answer, is_used in (("y\n", True), ("\n", False)):
+        monkeypatch.setattr("sys.stdin", _Terminal(answer))
+        monkeypatch.setattr("sys.stderr", _Terminal(""))
+        if is_used:
+            assert usable_profile("p.json", TWO_CORES, is_local=True, any_machine=False) is not None
+        else:
+            with pytest.raises(ProfileError):
+                usable_profile("p.json", TWO_CORES, is_local=True, any_machine=False)
+
+
+class _Terminal:
+    def __init__(self, answer):
+        self.answer = answer
+
+    def isatty(self):
+        return True
+
+    def readline(self):
+        return self.answer
+
+    def write(self, text):
+        return len(text)
+
+    def flush(self):
+        pass
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["--budget", "soon"], "must be a time such as 60s"),
+        (["--micro-batch", "0"], "must be whole numbers from 1 on"),
+        (["--only", "everything"], "none of operators"),
+    ],
+)
+def test_wrong_usage_is_one_line(arguments, words, capsys):
+    with pytest.raises(SystemExit) as ended:
+        cli.main(["measure", *arguments])
+    assert ended.value.code == 2
+    assert words in capsys.readouterr().err
+
+
+def test_a_missing_import_and_device_are_named(capsys):
+    assert cli.main(["measure", "--nccl-tests", "none.txt", "--out", "p.json"]) == 1
+    assert "cannot read none.txt" in capsys.readouterr().err
+    assert cli.main(["measure", "--device", "cuda", "--out", "p.json"]) == 1
+    assert "no CUDA device" in capsys.readouterr().err
+
+
+def test_a_run_measures_a_model_once_and_a_fault_costs_only_the_rows(machine, monkeypatch):
+    from tests.test_costs import gpt_graph
+
+    _, asked = machine
+    graph = gpt_graph(num_layers=1, width=32, sequence=16, vocabulary=64, dtype="float32")
+    measuring = local_measuring(TWO_CORES, 4, lambda what, done, of: None)
+
+    first = measuring(graph)
+    again = measuring(graph)
+
+    assert first.blocks
+    assert again == first
+    assert asked[0] > 0
+    assert asked[1] == 0
+
+    def failing(*args, **kwargs):
+        raise ProfileError("busy")
+
+    monkeypatch.setattr("planner.search.measuring.measure_operators", failing)
+    assert measuring(graph) == first
