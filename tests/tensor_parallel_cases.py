@@ -2,15 +2,17 @@
 
 from collections import Counter
 from dataclasses import replace
+from pathlib import Path
 from typing import Any, cast
 
 import torch
 import torch.distributed as dist
+from safetensors.torch import load_file
 from torch import Tensor
 
 from planner.errors import PlanError, RunError
 from planner.graph import Graph
-from planner.plan import Mesh
+from planner.plan import Mesh, Plan, ShardingPlan
 from planner.runtime import apply_plan
 from planner.runtime.execute import GraphEngine, stage_positions
 from planner.shard.localize import localize
@@ -42,35 +44,35 @@ def counted_and_planned(model: str, kind: Kind) -> tuple[Counted, Counted, int]:
     """
     trainer = trainer_of(model, kind)
     engine = cast("GraphEngine", trainer.engine)
-    communicator: Any = engine.axis._communicator
+    (communicator,) = engine.axes._communicators.values()
     found: Counted = Counter()
 
     def count(name: str) -> None:
         run = getattr(communicator, name)
 
-        def counting(x: Tensor) -> Tensor:
-            result: Tensor = run(x)
+        def counting(x: Tensor, *rows: Any) -> Tensor:
+            result: Tensor = run(x, *rows)
             of = result if name == "all_gather" else x  # the whole; what an all-to-all takes is one rank's part
-            found[name, of.numel() * of.element_size()] += 1
+            found[name.removesuffix("_rows"), of.numel() * of.element_size()] += 1
             return result
 
         setattr(communicator, name, counting)
 
-    for name in ("all_reduce", "all_gather", "reduce_scatter", "all_to_all"):
+    for name in ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "all_to_all_rows"):
         count(name)
     sums = 0
-    reduce = engine.axis._reduce
+    reduce = engine.axes._reduce
 
     def reducing(tensors: Any) -> None:
         nonlocal sums
         sums += 1
         reduce(tensors)
 
-    engine.axis._reduce = reducing  # type: ignore[method-assign]
+    engine.axes._reduce = reducing  # type: ignore[method-assign]
     trainer.step(own_part(models.batch(model, SAMPLES, step=0), trainer))
 
     whole = graph_of(model)
-    degree, axis = kind.tp * kind.cp, trainer.plan.mesh.split_axis
+    ((axis, degree),) = trainer.plan.mesh.splits
     shardings = found_shardings(whole, degree, kind.variant, whole_parameters=kind.cp > 1)
     local = priced(localize(whole, shardings, degree, axis=axis).graph, whole, degree, "cpu", axis=axis)
     planned: Counted = Counter()
@@ -138,7 +140,7 @@ def train_all_partial() -> list[float]:
     graph = trace(model, batches[0], precision="fp64", device_kind="cpu")
     shardings, of_block = stored(all_partial(graph))
     plan = make_plan(graph, Kind(name=""), global_batch=6, num_microbatches=3, mesh=Mesh(tp=2), shardings=shardings)
-    blocks = [replace(b, sharding=i) for b, i in zip(plan.stages[0].blocks, of_block, strict=True)]
+    blocks = [replace(b, shardings=(i,)) for b, i in zip(plan.stages[0].blocks, of_block, strict=True)]
     plan = replace(plan, stages=(replace(plan.stages[0], blocks=tuple(blocks)),))
     trainer = apply_plan(plan, model, graph=graph, optimizer=models.sgd, check=False)
     optimizer = models.sgd(eager.named_parameters())
@@ -154,6 +156,11 @@ def train_all_partial() -> list[float]:
     return [*errors, *(relative(state[name], value) for name, value in eager.state_dict().items())]
 
 
+def as_of(plan: Plan, axis: str) -> tuple[ShardingPlan, ...]:
+    """The shardings of a plan as those of another axis."""
+    return tuple(replace(sharding, axis=axis) for sharding in plan.shardings)
+
+
 def refusal(change: str) -> str:
     """The sentence with which a trainer of the test GPT on two ranks refuses."""
     graph, model = graph_of("gpt"), models.build("gpt")
@@ -161,10 +168,10 @@ def refusal(change: str) -> str:
     blocks = plan.stages[0].blocks
     match change:
         case "no sharding":
-            first = replace(blocks[0], sharding=None)
+            first = replace(blocks[0], shardings=())
             plan = replace(plan, stages=(replace(plan.stages[0], blocks=(first, *blocks[1:])),))
         case "unknown sharding":
-            first = replace(blocks[0], sharding=99)
+            first = replace(blocks[0], shardings=(99,))
             plan = replace(plan, stages=(replace(plan.stages[0], blocks=(first, *blocks[1:])),))
         case "sharding without tp":
             plan = replace(plan, mesh=Mesh(dp_replicate=2), global_batch=2 * SAMPLES)
@@ -175,17 +182,21 @@ def refusal(change: str) -> str:
             model = unusual("function")
             graph = trace(model, unusual_batch(0), precision="fp64", device_kind="cpu")
             plan = make_plan(graph, Kind(name=""), mesh=Mesh(tp=2))
-            first = replace(plan.stages[0].blocks[0], sharding=0)
+            first = replace(plan.stages[0].blocks[0], shardings=(0,))
             plan = replace(plan, stages=(replace(plan.stages[0], blocks=(first,) * len(plan.stages[0].blocks)),))
         case "ep":
-            plan = replace(plan, mesh=Mesh(ep=2))
-        case "cp and tp":
-            plan = replace(plan, mesh=Mesh(cp=2, tp=2))
+            plan = replace(plan, mesh=Mesh(ep=2), shardings=as_of(plan, "ep"), global_batch=2 * SAMPLES)
+        case "ep with cp":
+            plan = replace(plan, mesh=Mesh(ep=2, cp=2))
+        case "cp without its shardings":
+            blocks = tuple(replace(block, zero=1) for block in blocks)
+            plan = replace(plan, mesh=Mesh(cp=2, tp=2), stages=(replace(plan.stages[0], blocks=blocks),))
         case "cp with ZeRO-0":
-            plan = replace(plan, mesh=Mesh(cp=2))
+            plan = replace(plan, mesh=Mesh(cp=2), shardings=as_of(plan, "cp"))
         case "cp with parts of parameters":
             blocks = tuple(replace(block, zero=1) for block in blocks)
-            plan = replace(plan, mesh=Mesh(cp=2), stages=(replace(plan.stages[0], blocks=blocks),))
+            stages = (replace(plan.stages[0], blocks=blocks),)
+            plan = replace(plan, mesh=Mesh(cp=2), shardings=as_of(plan, "cp"), stages=stages)
         case _:
             raise AssertionError(change)
     try:
@@ -229,8 +240,31 @@ def accumulated(kind: Kind) -> float:
 def sums_of(sizes: list[int]) -> list[list[float]]:
     """What `Axis.sum` makes of tensors full of the rank's number plus one."""
     trainer = trainer_of("gpt", Kind(name="", tp=2))
-    axis = cast("GraphEngine", trainer.engine).axis
+    axis = cast("GraphEngine", trainer.engine).axes
     kinds = (torch.float64, torch.float32)
     tensors = [torch.full((size,), dist.get_rank() + 1.0, dtype=kinds[i % 2]) for i, size in enumerate(sizes)]
     axis.sum(tensors)
     return [sorted(set(tensor.tolist())) for tensor in tensors]
+
+
+def checked_and_saved(kind: Kind, folder: str) -> tuple[str, float, list[float]]:
+    """What the self-check says; errors of the loss in evaluation, and of what is saved after a step.
+
+    The step is by `sgd` on all samples of a batch; the reference is the eager module's.
+    """
+    graph, eager = graph_of("gpt"), models.build("gpt")
+    trainer = apply_plan(make_plan(graph, kind), models.build("gpt"), graph=graph, optimizer=models.sgd)
+    batch = models.batch("gpt", SAMPLES, step=0)
+    wanted = eager(**batch)
+    evaluated = trainer.evaluate(own_part(batch, trainer)).loss
+    assert evaluated is not None
+    trainer.step(own_part(batch, trainer))
+    optimizer = models.sgd(eager.named_parameters())
+    wanted.backward()
+    optimizer.step()
+    trainer.save_weights(folder)
+    dist.barrier()
+    saved = {name: value for path in Path(folder).glob("*.safetensors") for name, value in load_file(path).items()}
+    state = trainer.state_dict()
+    errors = [relative(held[name], value) for name, value in eager.state_dict().items() for held in (saved, state)]
+    return str(trainer.check), abs(evaluated / wanted.item() - 1), errors

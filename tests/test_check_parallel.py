@@ -2,9 +2,7 @@
 
 import json
 import time
-from collections.abc import Iterator
 from contextlib import nullcontext
-from pathlib import Path
 
 import pytest
 import torch
@@ -17,6 +15,7 @@ from planner.runtime.check import CheckReport, check_blocks
 from planner.runtime.sides import repeats
 from planner.runtime.split import Split
 from planner.runtime.worker import Job
+from planner.shard.chain import AxisSplit
 from planner.shard.placement import Sharding
 from planner.shard.program import variants
 from planner.trace import trace
@@ -27,6 +26,7 @@ from tests.command_line import TWO_CORES, CommandLine
 from tests.distributed_cases import PRICES, found_shardings
 from tests.float64 import explicit_float32_as_float64
 from tests.ranks import RankPool
+from tests.sharded import split_by
 
 CPU = torch.device("cpu")
 
@@ -35,7 +35,7 @@ def checked(
     model: torch.nn.Module, graph: Graph, shardings: tuple[Sharding, ...], degree: int = 2, precision: str = "fp64"
 ) -> CheckReport:
     return check_blocks(
-        model, graph, precision=precision, micro_batch=2, device=CPU, shardings=shardings, degree=degree
+        model, graph, precision=precision, micro_batch=2, device=CPU, splits=split_by(shardings, degree)
     )  # fmt: skip
 
 
@@ -92,13 +92,13 @@ def test_the_run_of_the_ranks_counts(monkeypatch: pytest.MonkeyPatch) -> None:
     model = models.build("gpt")
     graph = trace(model, models.batch("gpt", 4, step=0), precision="fp64", device_kind="cpu")
     shardings = found_shardings(graph, 2, "fast")
-    split = Split.of(graph, shardings, 2)
+    split = Split.of(graph, split_by(shardings, 2))
     one, both = (checking._flop(graph, (), 1, s) for s in (None, split))
 
     assert 0.95 < split.flop_ratio() < 1.3
     assert both == one * (1 + split.flop_ratio())
     monkeypatch.setattr(checking, "_WHOLE_FLOP", {"cpu": 0.0})
-    left = repeats(model, graph, split.local)
+    left = repeats(model, graph, split.links)
     assert len(left) == 3
     monkeypatch.setattr(checking, "_LEAST_FLOP", {"cpu": 1.5 * checking._flop(graph, left, 1, None)})
     assert "FLOP, too many for cpu" in checked(model, graph, shardings).skipped
@@ -161,8 +161,8 @@ def test_ranks_that_cannot_be_run_are_a_fault_where_one_device_can(
     model = Stack(lambda: Layer(torch.tanh))
     graph = traced(model)
 
-    def fails(*_: object, shardings: tuple[Sharding, ...], **__: object) -> CheckReport:
-        if shardings or not on_one_device:
+    def fails(*_: object, splits: tuple[AxisSplit, ...], **__: object) -> CheckReport:
+        if splits or not on_one_device:
             raise error("sizes differ")
         return CheckReport()
 
@@ -173,7 +173,7 @@ def test_ranks_that_cannot_be_run_are_a_fault_where_one_device_can(
 
     def check() -> CheckReport:
         return checking.check_everywhere(
-            model, graph, precision="fp64", micro_batch=2, device=CPU, shardings=shardings, degree=2
+            model, graph, precision="fp64", micro_batch=2, device=CPU, splits=split_by(shardings, 2)
         )[0]
 
     if on_one_device and error is RuntimeError:
@@ -181,6 +181,42 @@ def test_ranks_that_cannot_be_run_are_a_fault_where_one_device_can(
             check()
     else:
         assert "sizes differ" in check().skipped
+
+
+@pytest.mark.parametrize("side", ["chain", "ranks"])
+@pytest.mark.parametrize(
+    "error",
+    [
+        RuntimeError("[enforce fail at alloc_cpu.cpp:127] err == 0. DefaultCPUAllocator: can't allocate memory"),
+        torch.OutOfMemoryError("CUDA out of memory"),
+        MemoryError(),
+    ],
+)
+def test_memory_that_runs_out_is_no_fault_of_the_model(
+    side: str, error: Exception, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def exhausted(_: object) -> None:
+        raise error
+
+    model = Stack(lambda: Layer(torch.tanh))
+    graph = traced(model)
+    monkeypatch.setattr(checking._Subject, side, exhausted)
+
+    report = checked(model, graph, shardings_of(graph, "lean"))
+
+    assert report.skipped.startswith(f"it ran out of memory on cpu: {type(error).__name__}")
+
+
+def test_another_error_of_the_ranks_is_a_fault(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fails(_: object) -> None:
+        raise RuntimeError("sizes differ")
+
+    model = Stack(lambda: Layer(torch.tanh))
+    graph = traced(model)
+    monkeypatch.setattr(checking._Subject, "ranks", fails)
+
+    with pytest.raises(CheckError, match=r"ranks of tp fail where the module runs: RuntimeError: sizes differ"):
+        checked(model, graph, shardings_of(graph, "lean"))
 
 
 def test_a_choice_that_rounding_makes_is_no_fault() -> None:
@@ -201,7 +237,7 @@ def test_a_relu_that_rounding_takes_to_the_other_side_is_no_fault() -> None:
     shardings = found_shardings(graph, 2, "lean")
 
     report = check_blocks(
-        model, graph, precision="bf16", micro_batch=2, device=CPU, batch=batch, shardings=shardings, degree=2
+        model, graph, precision="bf16", micro_batch=2, device=CPU, batch=batch, splits=split_by(shardings, 2)
     )  # fmt: skip
 
     assert report.skipped == ""  # random samples do
@@ -209,13 +245,6 @@ def test_a_relu_that_rounding_takes_to_the_other_side_is_no_fault() -> None:
 
 
 REPLICATED = {"softmax along its own dim", "gradient of a weight that is a part", "copy without a sum"}
-
-
-@pytest.fixture(scope="module")
-def two(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RankPool]:
-    folder: Path = tmp_path_factory.mktemp("check_parallel")
-    with RankPool(2, folder, timeout_seconds=100) as pool:
-        yield pool
 
 
 @pytest.mark.distributed

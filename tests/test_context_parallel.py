@@ -116,15 +116,15 @@ def test_parts_of_a_sample_give_the_loss_and_gradients_of_all_of_it(degree):
 
 def test_context_parallel_ranks_shard_states_as_data_parallel_ones_do():
     graph, cluster = llama(2, 4096), Cluster.load("1x8xH100-80GB")
-    way = ways_to_split(graph, cluster, 8, "cuda")(2, "cp")[0]
+    way = ways_to_split(graph, cluster, 8, "cuda")(("cp", 2))[0]
 
-    def priced(local, mesh, shardings=()):
+    def priced(local, mesh, splits=()):
         return price(
             local, cluster, mesh=mesh, micro_batch=1, num_microbatches=2, schedule="1f1b", precision="bf16",
-            optimizer="adamw", shardings=shardings,
+            optimizer="adamw", splits=splits,
         )  # fmt: skip
 
-    split = priced(way.graph, Mesh(dp_shard=2, cp=2), way.shardings)
+    split = priced(way.graph, Mesh(dp_shard=2, cp=2), way.splits)
     data = priced(graph, Mesh(dp_shard=4))
 
     assert [str(s) for s in split.strategies] == [str(s) for s in data.strategies]
@@ -137,10 +137,10 @@ def test_context_parallel_ranks_shard_states_as_data_parallel_ones_do():
 # --- search ---
 
 
-def test_configurations_have_one_axis_that_splits_tensors():
+def test_configurations_have_both_axes_that_split_tensors():
     found = configurations(4, 8, 8, 8, Pins(), may_split=True, may_split_samples=True)
 
-    assert {(c.tp, c.cp) for c in found} == {(1, 1), (1, 2), (1, 4), (1, 8), (2, 1), (4, 1), (8, 1)}
+    assert {(c.tp, c.cp) for c in found} == {(tp, cp) for tp in (1, 2, 4, 8) for cp in (1, 2, 4, 8) if tp * cp <= 8}
     assert all(c.pp * c.dp * c.tp * c.cp == c.devices == c.mesh.num_devices for c in found)
     assert {c.cp for c in configurations(4, 8, 8, 8, Pins(), may_split=True)} == {1}
     assert {c.cp for c in configurations(4, 8, 8, 8, Pins(cp=4, zero=0), may_split=True)} == set()
@@ -170,16 +170,58 @@ def test_a_long_sample_is_split_over_the_devices_and_the_plan_says_so():
     assert "hands on what it makes: split along dim 1" in text
     assert "all_to_all" in text or "all_gather" in text
     graph = llama(4, LONG)
-    assert placements(restored(graph, plan.shardings, [b.sharding or 0 for b in plan.block_plans], 2)) <= {Q, R}
+    assert placements(restored(graph, plan.shardings, [b.shardings[0] for b in plan.block_plans], 2)) <= {Q, R}
+
+
+@functools.cache
+def two_axes() -> tuple[Plan, tuple[ShardedGraph, ...]]:
+    graph, cluster = llama(4, 32_768), Cluster.load("1x4xH100-80GB")
+    sharded = ways_to_split(graph, cluster, 2, "cuda")
+    plan = search(graph, cluster, global_batch=2, sharded=sharded, pins="cp=2,tp=2,zero=3").plans[0]
+    return plan, tuple(sharded(("cp", 2), ("tp", 2)))
+
+
+def test_a_plan_has_both_axes_and_says_of_each_block_how_each_splits_it():
+    plan, ways = two_axes()
+
+    assert plan.mesh == Mesh(cp=2, tp=2)
+    assert plan.mesh.splits == (("cp", 2), ("tp", 2))
+    assert Plan.loads(plan.dumps()) == plan
+    graph = llama(4, 32_768)
+    found = []
+    for position, axis in enumerate(("cp", "tp")):
+        indices = [block.shardings[position] for block in plan.block_plans]
+        assert {plan.shardings[i].axis for i in indices} == {axis}
+        shardings = restored(graph, plan.shardings, indices, 2)
+        assert axis == "tp" or placements(shardings) <= {Q, R}
+        found.append(shardings)
+        graph = localize(graph, shardings, 2, axis=axis).graph
+    assert found in [[split.shardings for split in way.splits] for way in ways]
+    text = sharding_text(plan)
+    assert "split over 2 context-parallel ranks, each of them over 2 tensor-parallel ranks" in text
+    assert text.count("    over cp\n") == text.count("    over tp\n") >= 3
+    assert {c.collective for s in plan.shardings if s.axis == "cp" for c in s.collectives} >= {"all_to_all"}
+
+
+def test_what_the_first_axis_sends_is_less_where_the_second_splits_it():
+    """Heads are split over tp, so of what cp exchanges or gathers each of its ranks has a part."""
+    graph, cluster = llama(4, 32_768), Cluster.load("1x4xH100-80GB")
+    alone = ways_to_split(graph, cluster, 2, "cuda")(("cp", 2))[0].graph
+
+    def sent(rank):
+        kinds = [rank.classes[block.class_index] for block in rank.blocks if block.kind == "block"]
+        return sum(made.num_bytes.at(1) for kind in kinds for made in kind.collectives if made.axis == "cp")
+
+    assert min(sent(way.graph) for way in two_axes()[1]) == pytest.approx(sent(alone) / 2, rel=0.05)
 
 
 def test_short_samples_are_not_split_unless_it_is_asked_for():
     graph, cluster = llama(2, 1024), Cluster.load("1x2xH100-80GB")
-    asked = []
+    asked: list[str] = []
 
-    def sharded(degree, axis="tp") -> tuple[ShardedGraph, ...]:
-        asked.append(axis)
-        return tuple(ways_to_split(graph, cluster, 2, "cuda")(degree, axis))
+    def sharded(*splits: tuple[str, int]) -> tuple[ShardedGraph, ...]:
+        asked.extend(axis for axis, _ in splits)
+        return tuple(ways_to_split(graph, cluster, 2, "cuda")(*splits))
 
     assert not has_long_samples(graph, cluster, 1)
     free = search(graph, cluster, global_batch=2, sharded=sharded).plans
@@ -194,7 +236,6 @@ def test_short_samples_are_not_split_unless_it_is_asked_for():
     ("pins", "sentence"),
     [
         ("cp=2,zero=0", "zero=0 keeps whole copies, but the ranks of cp=2 share out the states of all parameters"),
-        ("cp=2,tp=2", "tp=2 and cp=2 cannot be in one plan yet: fix one of them"),
         ("cp=16", "the fixed choices need 16 devices, the cluster has 8"),
     ],
 )
@@ -241,8 +282,9 @@ def test_a_plan_whose_shardings_are_of_another_axis_is_refused():
     data = long_plan().to_dict()
     assert data["mesh"]["cp"] == 2
     for change, sentence in (
-        ({"cp": 1, "dp_shard": 2}, "sharding is 0, but mesh.tp and mesh.cp are 1"),
-        ({"tp": 2}, "mesh.cp is 2 and mesh.tp is 2; this release runs one of the two, not both"),
+        ({"cp": 1, "dp_shard": 2}, "shardings has 1 entries, but mesh.cp, mesh.ep, mesh.tp are 1"),
+        ({"tp": 2}, "shardings has 1 entries, but mesh.cp is 2 and mesh.tp is 2: one for each"),
+        ({"cp": 1, "tp": 2}, "shardings has 0 for tp, which is of cp"),
     ):
         changed = replace(long_plan(), mesh=Mesh(**(data["mesh"] | change)))
         with pytest.raises(PlanError, match=sentence):

@@ -4,7 +4,7 @@ The reference is always the eager module on the whole global batch.
 """
 
 import logging
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
@@ -29,24 +29,6 @@ VOCABULARY = 17
 WIDTH = 8
 CLIP = 0.1  # below every gradient norm here
 Batch = dict[str, Tensor]
-
-
-@pytest.fixture(scope="module")
-def one(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RankPool]:
-    with RankPool(1, tmp_path_factory.mktemp("one"), timeout_seconds=100) as pool:
-        yield pool
-
-
-@pytest.fixture(scope="module")
-def two(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RankPool]:
-    with RankPool(2, tmp_path_factory.mktemp("two"), timeout_seconds=100) as pool:
-        yield pool
-
-
-@pytest.fixture(scope="module")
-def four(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RankPool]:
-    with RankPool(4, tmp_path_factory.mktemp("four"), timeout_seconds=100) as pool:
-        yield pool
 
 
 KINDS = {

@@ -1,6 +1,5 @@
 """Models that have no graph train without one, with the user's own gradients."""
 
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -13,12 +12,6 @@ from tests.distributed_references import STEPS
 from tests.ranks import RankPool, run_ranks
 
 pytestmark = pytest.mark.distributed
-
-
-@pytest.fixture(scope="module")
-def two(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RankPool]:
-    with RankPool(2, tmp_path_factory.mktemp("two"), timeout_seconds=100) as pool:
-        yield pool
 
 
 def eager(what: str) -> Result:

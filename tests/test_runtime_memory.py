@@ -1,6 +1,5 @@
 """What FSDP2 holds and sends under each ZeRO stage: the formulas of `memory`, byte for byte, and a step's counts."""
 
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -15,18 +14,6 @@ BLOCKS = 6  # of the test GPT
 M = 3
 # Of each step besides ZeRO's: the samples of every rank, the counts of valid targets, and loss with gradient norm.
 OWN = 3
-
-
-@pytest.fixture(scope="module")
-def two(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RankPool]:
-    with RankPool(2, tmp_path_factory.mktemp("two"), timeout_seconds=100) as pool:
-        yield pool
-
-
-@pytest.fixture(scope="module")
-def four(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RankPool]:
-    with RankPool(4, tmp_path_factory.mktemp("four"), timeout_seconds=100) as pool:
-        yield pool
 
 
 def expected(found: dict[str, Any], dp: int, precision: str, moment: Any) -> list[dict[str, int]]:

@@ -1,6 +1,5 @@
 """Parameters and buffers that tensor parallelism splits: cut, read, drawn, trained, gathered, written."""
 
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -8,7 +7,9 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from planner.cluster import device_named
 from planner.errors import PlanError
+from planner.runtime.peers import usual_prices
 from planner.shard.pieces import check_splits, original, pieces, stored_order
 from planner.shard.placement import Placement
 from planner.trace.parallel import piece_of
@@ -31,24 +32,6 @@ ON_FOUR = [
     (Case(model="mixed", tp=4), "own"),
     (Case(model="hf-gpt2", tp=2, dp=2, zero=3), "own"),
 ]
-
-
-@pytest.fixture(scope="module")
-def two(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RankPool]:
-    with RankPool(2, tmp_path_factory.mktemp("two"), timeout_seconds=100) as pool:
-        yield pool
-
-
-@pytest.fixture(scope="module")
-def four(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RankPool]:
-    with RankPool(4, tmp_path_factory.mktemp("four"), timeout_seconds=100) as pool:
-        yield pool
-
-
-@pytest.fixture(scope="module")
-def eight(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RankPool]:
-    with RankPool(8, tmp_path_factory.mktemp("eight"), timeout_seconds=200) as pool:
-        yield pool
 
 
 @pytest.mark.parametrize("text", PATTERNS)
@@ -161,3 +144,12 @@ def test_a_rank_reads_and_holds_its_part_and_one_tensor(four: RankPool, tmp_path
         assert held["most"] <= held["own"] * 1.15 + held["largest tensor"]
     for held in four.run(parts_cases.held_while_starting, case, None):
         assert held["most"] <= held["own"] * 1.15 + 2 * held["largest module"]
+
+
+@pytest.mark.parametrize("degree", [2, 3, 16])
+def test_prices_for_other_batch_shapes_are_those_of_a_known_device(degree: int) -> None:
+    prices, device = usual_prices(degree), device_named("H100-80GB")
+
+    assert prices.flop_per_second == device.peak_flop_per_second["bfloat16"]
+    assert prices.bytes_per_second == device.memory_bytes_per_second
+    assert 0 < prices.collective_seconds("all_gather", 1e6) < prices.collective_seconds("all_gather", 1e8)

@@ -1,6 +1,5 @@
 """Dropout and other random operators: the same elements whatever the plan, and right as random numbers."""
 
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -40,12 +39,6 @@ def expected(folder: Path) -> Trained:
     with RankPool(1, folder) as pool:
         found: Trained = pool.run(train, Kind(name=""), 1)[0]
         return found
-
-
-@pytest.fixture(scope="module")
-def two(folder: Path) -> Iterator[RankPool]:
-    with RankPool(2, folder) as pool:
-        yield pool
 
 
 def check(results: list[Trained], expected: Trained) -> None:

@@ -1,7 +1,6 @@
 """Buffers that forward updates: after any plan those of one device that runs the same micro-batches in order."""
 
 import itertools
-from collections.abc import Iterator
 from pathlib import Path
 from typing import cast
 
@@ -31,12 +30,6 @@ from tests.statistics_cases import (
 )
 
 TOLERANCE = 1e-9
-
-
-@pytest.fixture(scope="module")
-def two(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RankPool]:
-    with RankPool(2, tmp_path_factory.mktemp("statistics")) as pool:
-        yield pool
 
 
 def check(results: list[Trained], expected: Trained) -> None:

@@ -1,6 +1,5 @@
 """Tensor parallelism in the trainer, beside the equality matrix: what is communicated, drawn, added up and refused."""
 
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -27,18 +26,6 @@ TOLERANCE = 1e-9
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("tensor_parallel")
-
-
-@pytest.fixture(scope="module")
-def two(folder: Path) -> Iterator[RankPool]:
-    with RankPool(2, folder, timeout_seconds=100) as pool:
-        yield pool
-
-
-@pytest.fixture(scope="module")
-def four(folder: Path) -> Iterator[RankPool]:
-    with RankPool(4, folder, timeout_seconds=100) as pool:
-        yield pool
 
 
 # --- what is communicated ---
@@ -148,7 +135,7 @@ def test_the_parts_of_a_mask_are_those_of_one_device(
     graph.__dict__["sample_runs"] = runs
 
     def part(rank: int) -> Tensor:
-        peers = Peers(rank=rank, size=2)
+        peers = Peers(places={"tp": (rank, 2)})
         shape = [size // 2 if d == dim else size for d, size in enumerate((5, 6, 8))]
         made: Tensor = Draw(graph, index, device=CPU, peers=peers)(
             Draws(3, 1, 2), 5, torch.ones(shape, dtype=torch.float64)
@@ -175,7 +162,7 @@ def test_what_a_kernel_draws_inside_differs_between_ranks_that_split_it() -> Non
     q = torch.randn(3, 1, 6, 4, dtype=torch.float64)
 
     def attention(rank: int, split: bool) -> Tensor:
-        peers = Peers(rank=rank, size=2, split_draws=frozenset([0] if split else []))
+        peers = Peers(places={"tp": (rank, 2)}, split_draws={0: (rank,)} if split else {})
         made: Tensor = Draw(graph, index, device=CPU, peers=peers)(Draws(0, 0, 0), 3, *(q for _ in operands))
         return made
 
@@ -206,7 +193,7 @@ def test_attention_with_dropout_trains_on_ranks_that_split_heads(two: RankPool) 
         ("sharding without tp", "tp=1 and says how block"),
         ("no rule", "no rule lets"),
         ("no graph", "without a graph nothing can be split over tp=2; plan with tp=1"),
-        ("ep", "ep=2, which the runtime does not have yet"),
+        ("ep", "ZeRO-0 blocks use dp_replicate and all blocks or none; the plan has dp_replicate=1"),
     ],
 )
 def test_a_plan_that_cannot_be_run_is_refused_in_a_sentence(two: RankPool, change: str, sentence: str) -> None:

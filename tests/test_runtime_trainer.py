@@ -1,7 +1,5 @@
 """What a trainer promises beside equality: its optimizer, its state, and what it refuses."""
 
-from collections.abc import Iterator
-
 import pytest
 
 from planner.schedule import actions
@@ -10,24 +8,6 @@ from tests.distributed_cases import NUM_MICROBATCHES, Kind
 from tests.ranks import RankPool
 
 pytestmark = pytest.mark.distributed
-
-
-@pytest.fixture(scope="module")
-def one(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RankPool]:
-    with RankPool(1, tmp_path_factory.mktemp("one"), timeout_seconds=100) as pool:
-        yield pool
-
-
-@pytest.fixture(scope="module")
-def two(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RankPool]:
-    with RankPool(2, tmp_path_factory.mktemp("two"), timeout_seconds=100) as pool:
-        yield pool
-
-
-@pytest.fixture(scope="module")
-def four(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RankPool]:
-    with RankPool(4, tmp_path_factory.mktemp("four"), timeout_seconds=100) as pool:
-        yield pool
 
 
 SENTENCES = {

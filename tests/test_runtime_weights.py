@@ -2,7 +2,6 @@
 
 import json
 import shutil
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -30,24 +29,6 @@ SPLIT_ON_FOUR = (
     Kind(name="CP2xDP2 ZeRO-3", cp=2, dp=2, zero=(3,), variant="lean"),
     Kind(name="TP4", tp=4, variant="leanest"),
 )
-
-
-@pytest.fixture(scope="module")
-def one(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RankPool]:
-    with RankPool(1, tmp_path_factory.mktemp("one"), timeout_seconds=100) as pool:
-        yield pool
-
-
-@pytest.fixture(scope="module")
-def two(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RankPool]:
-    with RankPool(2, tmp_path_factory.mktemp("two"), timeout_seconds=100) as pool:
-        yield pool
-
-
-@pytest.fixture(scope="module")
-def four(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RankPool]:
-    with RankPool(4, tmp_path_factory.mktemp("four"), timeout_seconds=100) as pool:
-        yield pool
 
 
 def write(state: dict[str, Tensor], folder: Path, *, files: int = 2) -> Path:

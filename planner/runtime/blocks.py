@@ -788,7 +788,7 @@ def boundary_examples(
     The nodes run once on meta tensors with autograd, so that the answer is torch's own; `peers` must be pretended ones.
 
     Raises:
-        PlanError: an operator does not run on meta tensors.
+        PlanError: an operator does not run on meta tensors, or not for so many samples.
     """
     if not cuts:
         return {}
@@ -808,6 +808,11 @@ def boundary_examples(
             raise PlanError(
                 f"{node.source}: operator {node.op} does not run on tensors without data, by which a pipeline learns "
                 "what its stages send; plan with pp=1"
+            ) from error
+        except Exception as error:
+            raise PlanError(
+                f"{node.source}: operator {node.op} fails for {micro_batch} samples with {type(error).__name__}: "
+                f"{error}; plan with another micro-batch"
             ) from error
     return {
         cut: tuple(

@@ -42,7 +42,6 @@ from torch.utils import _pytree as pytree
 from planner.errors import CheckError, ModelError, PlanError, SolverError
 from planner.graph import Block, Graph, reads
 from planner.runtime.blocks import Program
-from planner.runtime.parts import AXIS
 from planner.runtime.samples import sample_batches
 from planner.runtime.sides import (
     Chain,
@@ -57,12 +56,13 @@ from planner.runtime.sides import (
 )
 from planner.runtime.split import Ranks, Split, fault_of
 from planner.runtime.zero import COMPUTE_DTYPES
-from planner.shard.placement import Sharding
+from planner.shard.chain import AxisSplit
 from planner.trace.batch import LossFunction, call, map_leaves, scalar_loss
 
 _log = logging.getLogger(__name__)
-# Other shardings without splitting some operators: (their names, shardings) -> shardings.
-Replicate = Callable[[Collection[str], Sequence[Sharding]], tuple[Sharding, ...]]
+Splits = tuple[AxisSplit, ...]  # an axis after the other
+# Other shardings without splitting some operators: (their names, how the model is split) -> how else.
+Replicate = Callable[[Collection[str], Splits], Splits]
 
 _WIDER = {torch.bfloat16: torch.float32, torch.float16: torch.float32, torch.float32: torch.float64}
 _FACTOR = 3.0  # accepted difference by the rounding error of the eager module
@@ -87,6 +87,7 @@ _SPLIT_CURE = (
     "on every rank, check=False (--no-check) trains all the same"
 )
 _MOST_REPLICATED = 8  # operators
+_ALLOCATOR_WORDS = ("DefaultCPUAllocator", "not enough memory", "out of memory")
 _STATELESS = "keep what it remembers in a buffer and draw with torch; check=False (--no-check) trains all the same"
 
 
@@ -105,7 +106,7 @@ class CheckReport:
     seconds: float = 0.0
     skipped: str = ""
     ranks: int = 1
-    axis: str = AXIS
+    axis: str = "tp"
     replicated: tuple[str, ...] = ()
 
     def __str__(self) -> str:
@@ -131,31 +132,29 @@ def check_everywhere(
     device: torch.device,
     batch: object = None,
     loss_fn: LossFunction | None = None,
-    shardings: Sequence[Sharding] = (),
-    degree: int = 1,
-    axis: str = AXIS,
+    splits: Splits = (),
     replicate: Replicate | None = None,
-) -> tuple[CheckReport, tuple[Sharding, ...]]:
+) -> tuple[CheckReport, Splits]:
     """`check_blocks` on rank 0; all ranks get its report, or raise its error. Collective.
 
     The plan's fingerprint has already told that all ranks hold the same graph. With `replicate`, an operator that the
-    ranks of `axis` do otherwise than one device is not split: `replicate` makes other shardings without the
+    ranks of an axis do otherwise than one device is not split: `replicate` makes other shardings without the
     operators that it is given, which are checked again.
 
     Returns:
-        The report and the shardings to train by: the given ones, unless operators are `replicated` in the report.
+        The report and how to split for training: as given, unless operators are `replicated` in the report.
 
     Raises:
         CheckError: the blocks do not compute what the module does.
     """
     found: list[CheckReport | str | None] = [None]
-    split_by = tuple(shardings)
+    split_by = splits
     if dist.get_rank() == 0:
 
-        def check(by: tuple[Sharding, ...]) -> CheckReport:
+        def check(by: Splits) -> CheckReport:
             return check_blocks(
                 model, graph, precision=precision, micro_batch=micro_batch, device=device, batch=batch,
-                loss_fn=loss_fn, shardings=by, degree=degree, axis=axis,
+                loss_fn=loss_fn, splits=by,
             )  # fmt: skip
 
         try:
@@ -165,13 +164,10 @@ def check_everywhere(
         except Exception as error:
             # Memory above all. What it would have found is unknown, which is said, not hidden.
             found[0] = CheckReport(skipped=f"it failed with {_in_words(error)}")
-            if (
-                split_by
-                and not isinstance(error, torch.OutOfMemoryError | MemoryError)
-                and _succeeds(partial(check, ()))
-            ):
+            if split_by and not _is_out_of_memory(error) and _succeeds(partial(check, ())):
+                axes = " x ".join(split.axis for split in split_by)
                 found[0] = (
-                    f"the blocks of the ranks of {axis} fail with {_in_words(error)} where one device runs; {_CURE}"
+                    f"the blocks of the ranks of {axes} fail with {_in_words(error)} where one device runs; {_CURE}"
                 )
         is_unknown = isinstance(found[0], CheckReport) and found[0].skipped and not graph.fallbacks
         level = logging.WARNING if is_unknown else logging.INFO
@@ -185,6 +181,13 @@ def check_everywhere(
         dist.broadcast_object_list(others, src=0, device=device)
         split_by = others[0]
     return found[0], split_by
+
+
+def _is_out_of_memory(error: BaseException) -> bool:
+    """Whether memory was at fault: on a CPU, torch's allocator says so in a RuntimeError."""
+    return isinstance(error, torch.OutOfMemoryError | MemoryError) or (
+        isinstance(error, RuntimeError) and any(words in str(error) for words in _ALLOCATOR_WORDS)
+    )
 
 
 def _succeeds(run: Callable[[], object]) -> bool:
@@ -204,8 +207,8 @@ class _OperatorError(CheckError):
 
 
 def _checked_without_faults(
-    check: Callable[[tuple[Sharding, ...]], CheckReport], shardings: tuple[Sharding, ...], replicate: Replicate | None
-) -> tuple[CheckReport, tuple[Sharding, ...]]:
+    check: Callable[[Splits], CheckReport], splits: Splits, replicate: Replicate | None
+) -> tuple[CheckReport, Splits]:
     """Check, and again without the operators that are at fault.
 
     Raises:
@@ -214,13 +217,13 @@ def _checked_without_faults(
     banned: list[str] = []
     while True:
         try:
-            return replace(check(shardings), replicated=tuple(banned)), shardings
+            return replace(check(splits), replicated=tuple(banned)), splits
         except _OperatorError as error:
             if replicate is None or error.operator in banned or len(banned) == _MOST_REPLICATED:
                 raise
             banned.append(error.operator)
             try:
-                shardings = replicate(banned, shardings)
+                splits = replicate(banned, splits)
             except (PlanError, SolverError) as reason:
                 raise CheckError(
                     f"{error}; nor can the model be split without {' and '.join(banned)}: {reason}"
@@ -237,15 +240,13 @@ def check_blocks(
     device: torch.device,
     batch: object = None,
     loss_fn: LossFunction | None = None,
-    shardings: Sequence[Sharding] = (),
-    degree: int = 1,
-    axis: str = AXIS,
+    splits: Splits = (),
 ) -> CheckReport:
     """Compare the lowered blocks of `graph` with `model` as it is now, on `device`.
 
     Up to two samples are taken: of `batch` where it has values, else random ones. The model, its buffers and torch's
-    generators are left as they are. Parameters on meta take random values. With `shardings`, one for each block, the
-    blocks of all `degree` ranks of a mesh `axis` are compared, too.
+    generators are left as they are. Parameters on meta take random values. With `splits`, an axis after the other, the
+    blocks of all ranks of the axes that split tensors are compared, too.
 
     Raises:
         CheckError: they differ; names the block, the tensor, the user's line and the relative difference.
@@ -255,7 +256,7 @@ def check_blocks(
     start = time.perf_counter()
     dtype = COMPUTE_DTYPES[precision]
     plain = without_chance(graph)
-    split = Split.of(plain, shardings, degree, axis) if shardings else None
+    split = Split.of(plain, splits) if splits else None
     least = 2 if graph.updates_statistics else 1  # batch norm has nothing to do with one
     samples = max(min(2, micro_batch), least)
     parts = _affordable(model, graph, samples, dtype, device, split)
@@ -274,6 +275,10 @@ def check_blocks(
                     model, plain, part, dtype=dtype, samples=samples, device=device, batch=batch,
                     loss_fn=loss_fn, split=split,
                 )  # fmt: skip
+            except Exception as error:
+                if not _is_out_of_memory(error):
+                    raise
+                report = CheckReport(skipped=f"it ran out of memory on {device.type}: {_in_words(error)}")
             finally:
                 if _bytes(graph, part, samples, dtype, split) > _WORTH_COLLECTING:
                     gc.collect()  # generated modules hold themselves in cycles, and with them their parameters
@@ -411,6 +416,8 @@ def _judged(subject: _Subject, eager: _Run) -> CheckReport:
         chain = subject.chain()
         lowered = _one_run(subject.copied, lambda: chain(subject.fresh()))
     except Exception as error:
+        if _is_out_of_memory(error):
+            raise
         notes = "".join(f" ({note})" for note in getattr(error, "__notes__", ()))
         raise CheckError(
             f"the lowered blocks fail where the module runs: {_in_words(error)}{notes}; {_CURE}"
@@ -432,7 +439,7 @@ def _judged(subject: _Subject, eager: _Run) -> CheckReport:
         gradients=sum(gradient is not None for gradient in eager.gradients.values()),
         difference=worst,
         ranks=subject.split.degree if subject.split is not None else 1,
-        axis=subject.split.axis if subject.split is not None else AXIS,
+        axis=subject.split.axis if subject.split is not None else "tp",
     )
 
 
@@ -446,6 +453,8 @@ def _judged_ranks(subject: _Subject, eager: _Run, judge: "_Judge") -> float:
         ranks = subject.ranks()
         runs = ranks.run(subject.fresh)
     except Exception as failure:
+        if _is_out_of_memory(failure):
+            raise
         notes = "".join(f" ({note})" for note in getattr(failure, "__notes__", ()))
         raise _rank_error(subject, math.inf, f"fail where the module runs: {_in_words(failure)}{notes}") from failure
     worst = 0.0
@@ -454,6 +463,9 @@ def _judged_ranks(subject: _Subject, eager: _Run, judge: "_Judge") -> float:
         errors = _errors(eager, lowered, subject.graph, noise=_NOISE_OF_RANKS)
         verdict = judge.verdict(errors, _coarser(eager, lowered), ranks=len(runs))
         if verdict is not None:
+            if subject.split is not None and len(subject.split.links) > 1:
+                # An operator is found where one axis splits: is it the outermost that goes wrong?
+                _judged_ranks(replace(subject, split=subject.split.first), eager, judge)
             what, source, error, allowed = _worst_tensor(subject, errors, verdict)
             raise _rank_error(
                 subject,
@@ -478,6 +490,8 @@ def _rank_error(subject: _Subject, limit: float, what: str) -> CheckError:
     assert subject.split is not None
     ranks = f"the {subject.split.degree} ranks of {subject.split.axis}"
     fault = None
+    if len(subject.split.links) > 1:
+        return CheckError(f"{ranks} {what}; {_CURE}")
     with contextlib.suppress(Exception):  # it is an aid; the verdict stands without it
         blocks = list(_kept(subject.graph, subject.left))
         if subject.split.seen_bytes(blocks, subject.samples) > _MEMORY_SHARE * _free_bytes(subject.device):
@@ -553,7 +567,7 @@ def _affordable(
     whole_flop, whole_fits = _flop(graph, (), samples, split), _bytes(graph, (), samples, dtype, split) <= room
     if whole_flop <= _WHOLE_FLOP[kind] and whole_fits:
         return [()]
-    left = repeats(model, graph, None if split is None else split.local)
+    left = repeats(model, graph, () if split is None else split.links)
     flop, needed = _flop(graph, left, samples, split), _bytes(graph, left, samples, dtype, split)
     if flop > _LEAST_FLOP[kind]:
         return f"one block of each class costs {flop:.1e} FLOP, too many for {kind}"

@@ -50,11 +50,10 @@ from planner.runtime.inputs import (
     split,
     tensors_of,
 )
-from planner.runtime.peers import Axis, Part
+from planner.runtime.peers import Axes, Part
 from planner.runtime.random import RandomSource
 from planner.runtime.statistics import DataRanks, Recursion, Statistics
 from planner.runtime.zero import ShardedStage, Sharder, local
-from planner.shard.placement import R
 
 SCHEDULES: Mapping[str, type[Schedule1F1B] | type[ScheduleGPipe]] = {"1f1b": Schedule1F1B, "gpipe": ScheduleGPipe}
 
@@ -161,19 +160,19 @@ class GraphEngine:
         tensors: Mapping[int, torch.Tensor],
         *,
         mesh: DeviceMesh,
-        axis: Axis,
+        axes: Axes,
         sharder: Sharder,
         device: torch.device,
         seed: int = 0,
         retrace: Retrace | None = None,
     ) -> None:
-        """`tensors` are the parameters and buffers of this rank's stage and of the prelude, as `axis` holds them.
+        """`tensors` are the parameters and buffers of this rank's stage and of the prelude, as `axes` hold them.
 
         `retrace` makes the graph of a batch of another form, or for evaluation; without it there are none.
         """
         self.graph = graph
         self.plan = plan
-        self.axis = axis
+        self.axes = axes
         self.sharder = sharder
         self.device = device
         self.inputs = Inputs(graph, device=device)
@@ -183,7 +182,7 @@ class GraphEngine:
         self._factor = 1.0  # of a micro-batch's loss in backward
         self.random = RandomSource(seed)
         self._data_ranks = DataRanks.of(mesh)
-        part = axis.planned
+        part = axes.planned
         attributes = _Attributes(part.graph, tensors, device)
         self._index = index = mesh["pp"].get_local_rank()
         self._experts = ExpertCounts(graph, device)
@@ -203,7 +202,7 @@ class GraphEngine:
                 module=module,
                 leaf=leaf,
                 is_counted=readers[tensor][0] == index,
-                is_split=axis.is_split(graph.tensors[tensor].name),
+                is_split=axes.is_split(graph.tensors[tensor].name),
             )
             for tensor, (module, leaf) in sorted(self.stage.sites().items())
         ]
@@ -219,7 +218,8 @@ class GraphEngine:
             self._data_ranks,
         )
         self._own_tied: dict[str, torch.Tensor] = {}
-        self._partial = [o for o in self.owned if o.parameter.requires_grad and axis.is_partial(o.name)]
+        self._partial = [o for o in self.owned if o.parameter.requires_grad and axes.is_partial(o.name)]
+        self._spread = [o for o in self.owned if o.parameter.requires_grad and axes.is_spread(o.name)]
         self._has_gradient: dict[str, bool] = {}  # by tied parameter, whether any stage has one
 
     def run(self, batch: object, scale: float = 1.0) -> torch.Tensor:
@@ -231,13 +231,13 @@ class GraphEngine:
         fed, variant, samples = self._agreed(lambda: self._fed(batch))
         shares = shared_out(
             samples, self._data_ranks.rank, micro_batch=self.plan.micro_batch,
-            num_microbatches=self.plan.num_microbatches,
+            num_microbatches=self.plan.num_microbatches, needs_two=variant.graph.needs_two_samples,
         )  # fmt: skip
         tensors = tensors_of(variant.graph, fed)
         micro_batches = split(variant.graph, tensors, shares.sizes)
         weights = variant.weights.of(micro_batches, shares)
         self._losses.clear()
-        self._factor = scale / len(micro_batches) * self.axis.loss_factor
+        self._factor = scale / len(micro_batches) * self.axes.loss_factor
         self._own_tied = self._without_tied_gradients()
         self._share_partial()
         self.stage.program = variant.program
@@ -271,7 +271,7 @@ class GraphEngine:
         found: dict[str, torch.Tensor] = {}
         if results:
             if with_loss:
-                loss = torch.stack([result[0] for result in results]).double().mean() / (len(samples) * self.axis.size)
+                loss = torch.stack([result[0] for result in results]).double().mean() / (len(samples) * self.axes.size)
             for name, tensor in graph.outputs:
                 position = variant.program.sent.index(tensor)
                 found[name] = torch.cat([r[position] for r in results[:kept]], _batched_dim(graph, tensor))
@@ -303,7 +303,7 @@ class GraphEngine:
             raise RunError(f"the batch has {_shown(key[0])}, the plan was made for {_shown(self.inputs.form)}")
         whole = self._retrace(key, batch)
         _check_alike(self.graph, whole, is_trained=key[1] is None)
-        part = self.axis.part_of(whole)
+        part = self.axes.part_of(whole)
         graph = part.graph
         attributes = _Attributes(graph, _Named(graph, self._buffers), self.device)
         program = self.stage.add(
@@ -329,12 +329,12 @@ class GraphEngine:
         try:
             fed, variant = feed()
             weights = variant.weights
-            content = fed.digest if self.axis.size > 1 else 0  # exact in float64
+            content = fed.digest if self.axes.size > 1 else 0  # exact in float64
             row = [fed.samples, variant.digest, float(weights.fits_any_form), weights.width, content]
         except Exception as error:
             failure = error
         rows = exchanged(row, failure, self.device)
-        dp, tp = self._data_ranks.size, self.axis.size
+        dp, tp = self._data_ranks.size, self.axes.size
         for rank, (samples, digest, fits, width, values) in enumerate(rows):
             data_rank = rank // tp % dp
             first = rows[data_rank * tp]
@@ -430,7 +430,7 @@ class GraphEngine:
                 value = value.contiguous()
                 last = self.plan.mesh.pp - 1
                 if gather:  # from the first rank that has it; ranks count stages first, then data ranks
-                    dist.broadcast(value, (last * len(samples) + rank) * self.axis.size)
+                    dist.broadcast(value, (last * len(samples) + rank) * self.axes.size)
                 elif last:
                     dist.broadcast(value, group=self._pp_group, group_src=last)
                 parts.append(value)
@@ -438,15 +438,20 @@ class GraphEngine:
         return result
 
     def _share_partial(self) -> None:
-        """Gradients of earlier calls are sums over the axis already: each rank keeps its share for the next sum."""
+        """Gradients of earlier calls are sums over tp already: each rank keeps its share for the next sum."""
         gradients = [local(o.parameter.grad) for o in self._partial if o.parameter.grad is not None]
         if gradients:
-            torch._foreach_div_(gradients, self.axis.size)
+            torch._foreach_div_(gradients, self.axes.num_summands)
+        if of_experts := [local(o.parameter.grad) for o in self._spread if o.parameter.grad is not None]:
+            torch._foreach_mul_(of_experts, self.axes.num_owners)
 
     def sum_partial(self) -> None:
-        """All-reduce the local part of each gradient of which the ranks of the axis have parts of the sum."""
+        """All-reduce the local part of each gradient of which the ranks of tp have parts of the sum."""
         with torch.no_grad():
-            self.axis.sum(local(o.parameter.grad) for o in self._partial if o.parameter.grad is not None)
+            self.axes.sum(local(o.parameter.grad) for o in self._partial if o.parameter.grad is not None)
+            # FSDP averages over the data ranks but those of ep, the sum over whose samples is there already.
+            if of_experts := [local(o.parameter.grad) for o in self._spread if o.parameter.grad is not None]:
+                torch._foreach_div_(of_experts, self.axes.num_owners)
 
     def _without_tied_gradients(self) -> dict[str, torch.Tensor]:
         """Take gradients of shared parameters aside: they are summed over stages already."""
@@ -496,7 +501,7 @@ class GraphEngine:
 
     def _build(self, plan: Plan, index: int, attributes: "_Attributes", device: torch.device) -> Stage:
         """Lower and wrap this rank's blocks one by one, then the stage."""
-        part, micro_batch = self.axis.planned, plan.micro_batch
+        part, micro_batch = self.axes.planned, plan.micro_batch
         graph = part.graph
         positions = stage_positions(plan)[index]
         block_plans = plan.stages[index].blocks
@@ -535,8 +540,7 @@ class GraphEngine:
         """
         for cut in (self.stage.positions.start - 1, self.stage.positions.stop - 1):
             for tensor in part.graph.carried[cut] if 0 <= cut < len(part.graph.blocks) - 1 else ():
-                placement = part.placements.get(tensor, R)
-                if placement.is_part and not placement.is_split:
+                if any(placement.is_part and not placement.is_split for placement in part.placed(tensor).values()):
                     raise PlanError(
                         f"the pipeline is cut after block {part.graph.blocks[cut].name}, where tokens are with their "
                         "experts, on each rank another number; cut it elsewhere, or plan with pp=1"

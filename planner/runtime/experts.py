@@ -14,9 +14,9 @@ from torch import distributed as dist
 from torch import nn
 
 from planner.graph import Graph
+from planner.runtime.parts import EXPERTS
 from planner.runtime.peers import Part
 from planner.shard.loads import ends_of, expert_layers
-from planner.shard.placement import R
 
 _log = logging.getLogger(__name__)
 
@@ -58,7 +58,7 @@ class ExpertCounts:
     def of(self, part: Part) -> dict[int, ExpertCounter]:
         """Counters for a graph of the model, by the tensor that the first product of a layer makes.
 
-        Ranks that have all tokens of their group alike leave the counting to its first.
+        Of ranks of an axis that have all tokens alike, the first counts.
         """
         layers = expert_layers(part.whole)
         if {layer.name: layer.num_experts for layer in layers} != self._sizes:
@@ -69,16 +69,24 @@ class ExpertCounts:
         for layer in layers:
             ends = ends_of(products[layer.product])
             assert ends is not None
-            is_own = part.placements.get(ends, R).kind == "L"
-            if is_own or part.peers.rank == 0:
+            placed = part.placed(ends)
+            places = {axis: rank for axis, (rank, _) in part.peers.places.items() if axis != EXPERTS}  # own samples
+            if all(placed[axis].kind == "L" or rank == 0 for axis, rank in places.items()):
                 result[layer.product] = ExpertCounter(self._total_of[layer.name])
         return result
 
     def read(self) -> dict[str, list[int]]:
         """The tokens that each expert of each layer got so far, on all ranks; a collective."""
         if not self._sizes:
+            if dist.get_rank() == 0:
+                _log.warning(
+                    "no expert is counted, since the model has no grouped product of experts; multiply their tokens by "
+                    "torch._grouped_mm, sorted by expert"
+                )
             return {}
         ends = self._ends.clone()
         dist.all_reduce(ends)
+        if dist.get_rank() == 0 and not ends.any():
+            _log.warning("no expert has got a token yet: train a step first, then ask for the loads of experts")
         whole = zip(self._sizes, torch.split(ends.cpu(), [*self._sizes.values()]), strict=True)
         return {name: each.diff(prepend=each.new_zeros(1)).tolist() for name, each in whole}

@@ -5,6 +5,7 @@ pipeline and no recomputation; ZeRO, gradient accumulation and clipping are the 
 seeded anew for every micro-batch: repeatable, but another plan draws others.
 """
 
+import logging
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any
@@ -27,6 +28,7 @@ from planner.runtime.zero import COMPUTE_DTYPES, Sharder, fsdp_modules, master_d
 from planner.trace import Evaluation
 from planner.trace.batch import Leaf, call, leaves, map_leaves, num_samples, scalar_loss
 
+_log = logging.getLogger(__name__)
 LossFunction = Callable[[Any, Any], torch.Tensor]
 
 
@@ -55,6 +57,7 @@ class FallbackEngine:
         self._dtype = COMPUTE_DTYPES[plan.precision]
         self.random = RandomSource(seed)
         self._rank = data_ranks.rank
+        self._why_no_graph = str(graph.fallbacks[0])
         self._input_names = {graph.tensors[index].name for index in graph.inputs}
         hooks = _parameter_hooks(model)
         names = {id(p): name for name, p in model.named_parameters()}
@@ -154,7 +157,9 @@ class FallbackEngine:
         return dict(self.model.named_buffers())
 
     def expert_loads(self) -> dict[str, list[int]]:
-        """Nothing: experts are found in a graph."""
+        """Nothing, with a warning: experts are found in a graph."""
+        if dist.get_rank() == 0:
+            _log.warning("no expert is counted, since the model has no graph: %s", self._why_no_graph)
         return {}
 
     def after_backward(self) -> None:

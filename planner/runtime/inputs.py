@@ -165,8 +165,12 @@ class Shares:
         return len(self.sizes) * len(self.samples)
 
 
-def shared_out(samples: Sequence[int], rank: int, *, micro_batch: int, num_microbatches: int) -> Shares:
+def shared_out(
+    samples: Sequence[int], rank: int, *, micro_batch: int, num_microbatches: int, needs_two: str = ""
+) -> Shares:
     """The shares of a batch with `samples` on each data rank: as few micro-batches of at most `micro_batch` as can be.
+
+    `needs_two` says why none may be one sample ("" = it may).
 
     >>> shared_out([5, 4], 0, micro_batch=2, num_microbatches=4).sizes
     (2, 2, 1)
@@ -174,7 +178,7 @@ def shared_out(samples: Sequence[int], rank: int, *, micro_batch: int, num_micro
     ((2, 1), (1, 1), (1, 1))
 
     Raises:
-        RunError: a rank has more samples than planned, or fewer than other ranks have micro-batches.
+        RunError: a rank has more samples than planned, fewer than other ranks have micro-batches, or too few of them.
     """
     planned = micro_batch * num_microbatches
     most = max(samples)
@@ -189,6 +193,11 @@ def shared_out(samples: Sequence[int], rank: int, *, micro_batch: int, num_micro
         raise RunError(
             f"data rank {list(samples).index(least)} has {least} samples and another one {most}, which are {count} "
             f"micro-batches of {micro_batch}; give all data ranks about as many samples"
+        )
+    if needs_two and least < 2 * count:
+        raise RunError(
+            f"{needs_two}, and data rank {list(samples).index(least)} has {least} samples for {count} micro-batches; "
+            "give at least 2 for each"
         )
     sizes = [total // count + (i < total % count) for total in [samples[rank]] for i in range(count)]
     ends = sorted({total % count for total in samples} | {0, count})

@@ -1,7 +1,9 @@
-"""Tensor or context parallelism on one rank: the graph of its part, the operators that communicate, gradient sums.
+"""Axes that split tensors, on one rank: the graph of its part, the operators that communicate, gradient sums.
 
-The graph that a stage is lowered from has the sizes of one rank (`planner.shard.localize`): its `planner.*` operators
-run over the process group of the mesh axis `tp` or `cp`. What is not split is whole and equal on all ranks of the axis.
+The graph that a stage is lowered from has the sizes of one rank, made by one axis after the other
+(`planner.shard.chain`): its `planner.*` operators run over the process groups of the mesh axes `cp` and `tp`. What an
+axis does not split is whole and equal on all its ranks. Ranks of `ep` are data ranks, whose samples are their own: they
+have parts of the parameters of experts alone.
 
 Ranks of `cp` have parts of activations alone: every parameter is whole, and each rank finds a part of its gradient.
 They are ranks of FSDP as those of `dp_shard` are, which averages over them what is to be summed: the loss is scaled.
@@ -9,7 +11,8 @@ They are ranks of FSDP as those of `dp_shard` are, which averages over them what
 
 import logging
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from functools import cache
 from typing import Any
 
 import torch
@@ -18,43 +21,47 @@ from torch._utils import _flatten_dense_tensors, _unflatten_dense_tensors
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
+from planner.cluster import Cluster
+from planner.collectives import COLLECTIVE_SECONDS, axis_group
 from planner.errors import PlanError, SolverError
 from planner.graph import Graph, Node, Size
 from planner.plan import Plan
-from planner.runtime.parts import AXIS, TensorParallel
-from planner.shard.localize import Localized, localize
-from planner.shard.placement import Collective, Placement, Q, R, Sharding, effective, operands_of
+from planner.runtime.parts import AXIS, EXPERTS, TensorParallel
+from planner.shard.chain import AxisSplit, Link, chained
+from planner.shard.placement import Placement, Q, R, Sharding, effective, operands_of
 from planner.shard.program import Prices, resharded
+from planner.shard.spread import spread_experts
 from planner.shard.stored import restored
 from planner.trace.parallel import Communicator, Pretended, ProcessGroup, bound
 
-DROPOUT = "planner.dropout.default"  # drops what one device drops, of which a rank takes its part
+# What they drop is what one device drops, of which a rank takes its part.
+DROPOUTS = ("planner.dropout.default", "planner.dropout_of_parts.default")
 _log = logging.getLogger(__name__)
 _MOST_COALESCED_BYTES = 2**25
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class Peers:
-    """The ranks that run a graph together: which one this is, of how many, and what they communicate with.
+    """The ranks that run a graph together: which one this is on each axis, and what they communicate with.
 
-    `operators` are the `planner.*` ones by name. `split_draws` are the random operators, counted in the order of the
-    graph, of whose result a rank has a part.
+    `places` are this rank's number and the number of ranks by axis, outermost first; `operators` are the `planner.*`
+    ones by name. `split_draws` are the random operators, counted in the order of the graph, of whose result a rank has
+    a part, each with this rank's numbers on the axes that split it.
     """
 
-    rank: int = 0
-    size: int = 1
+    places: Mapping[str, tuple[int, int]] = field(default_factory=dict)
     operators: Mapping[str, Callable[..., Any]] = field(default_factory=dict)
-    split_draws: frozenset[int] = frozenset()
+    split_draws: Mapping[int, tuple[int, ...]] = field(default_factory=dict)
 
     @classmethod
-    def of(cls, communicator: Communicator, split_draws: Collection[int] = (), *, axis: str = AXIS) -> "Peers":
-        """The ranks of the axis that splits tensors."""
-        return cls(
-            rank=communicator.rank,
-            size=communicator.size,
-            operators=bound({axis: communicator}),
-            split_draws=frozenset(split_draws),
-        )
+    def of(cls, communicators: Mapping[str, Communicator], links: Sequence[Link] = ()) -> "Peers":
+        """The ranks of the axes that split tensors, and what `links` split."""
+        places = {axis: (c.rank, c.size) for axis, c in communicators.items()}
+        draws: dict[int, tuple[int, ...]] = {}
+        for link in links:
+            for number in _split_draws(link):
+                draws[number] = (*draws.get(number, ()), places[link.split.axis][0])
+        return cls(places=places, operators=bound(communicators), split_draws=draws)
 
 
 ALONE = Peers()
@@ -64,59 +71,86 @@ ALONE = Peers()
 class Part:
     """What a rank runs of a graph of the model, and with whom; `pretended` peers give the shapes alone.
 
-    `placements` are those of the tensors of the whole graph; others are R.
+    `links` are how it is made of the whole graph, an axis after the other.
     """
 
     whole: Graph
     graph: Graph
-    placements: Mapping[int, Placement] = field(default_factory=dict)
+    links: tuple[Link, ...] = ()
     peers: Peers = ALONE
     pretended: Peers = ALONE
 
+    def placed(self, tensor: int) -> Mapping[str, Placement]:
+        """How a tensor of the whole graph is placed, by axis."""
+        return {link.split.axis: link.local.placements.get(tensor, R) for link in self.links}
 
-class Axis:
-    """The axis of a plan that splits tensors, as one rank sees it: how graphs of the model are split over it.
 
-    `planned` is the part of the planned graph, by `shardings`; `parallel` how parameters and buffers are held, None
-    where they are whole: without tensor parallelism. With neither `tp` nor `cp` the part is the whole.
+class Axes:
+    """The axes of a plan that split tensors, as one rank sees them: how graphs of the model are split over them.
+
+    `planned` is the part of the planned graph; `parallel` how parameters and buffers are held, None where they are
+    whole: without `tp` and `ep`. Where no axis splits, the part is the whole.
     """
 
-    def __init__(self, plan: Plan, graph: Graph, mesh: DeviceMesh, *, replicated: Collection[str] = ()) -> None:
-        """`mesh` has the axes `tp` and `cp`; `replicated` operators are split in no other graph of the model either.
+    def __init__(
+        self,
+        plan: Plan,
+        graph: Graph,
+        mesh: DeviceMesh,
+        sharding_mesh: DeviceMesh,
+        expert_mesh: DeviceMesh | None = None,
+        *,
+        replicated: Collection[str] = (),
+    ) -> None:
+        """`mesh` has the axes that split; `sharding_mesh` is that of FSDP, with `tp`, whose parameters it shards.
+
+        `expert_mesh` has the ranks of `ep` apart from those of `dp_shard`.
+
+        `replicated` operators are split in no other graph of the model either.
 
         Raises:
             PlanError: the plan's shardings are not for this graph.
         """
-        self.name = plan.mesh.split_axis
-        self.size = plan.mesh.split_degree
+        self.size = plan.mesh.peers  # ranks that run the same samples
         self.loss_factor = plan.mesh.cp  # FSDP averages over `cp`, whose ranks have parts of a sum
-        self._group = mesh[self.name].get_group()
-        self._communicator = ProcessGroup(self._group)
-        self._replicated = replicated
-        self.shardings: tuple[Sharding, ...] = ()
-        self.parallel: TensorParallel | None = None
-        self.planned = Part(whole=graph, graph=graph)
-        if self.size == 1:
-            return
-        of_block = [block.sharding for block in plan.block_plans if block.sharding is not None]
-        self.shardings = restored(graph, plan.shardings, of_block, self.size)
-        local = localize(graph, self.shardings, self.size, axis=self.name)
-        self._placements = {
-            described.name: local.placements.get(tensor, R)
-            for tensor, described in enumerate(graph.tensors)
-            if described.kind in ("parameter", "buffer")
+        self.num_summands = plan.mesh.tp  # ranks whose partial gradients `sum` adds up
+        self._group = mesh[AXIS].get_group()
+        self.num_owners = plan.mesh.ep  # ranks whose samples an expert's gradient is summed over already
+        of_axis = {axis: mesh if axis != EXPERTS else expert_mesh for axis, _ in plan.mesh.splits}
+        self._communicators = {
+            axis: ProcessGroup(each[axis].get_group()) for axis, each in of_axis.items() if each is not None
         }
-        if self.name == AXIS:
-            self.parallel = TensorParallel(mesh[AXIS], self._placements)
-        else:
-            _check_whole(graph, local.placements)
-        self.planned = self._part(graph, local)
+        self._replicated = replicated
+        self.parallel: TensorParallel | None = None
+        whole, links = graph, list[Link]()
+        for position, (axis, degree) in enumerate(plan.mesh.splits):
+            of_block = [block.shardings[position] for block in plan.block_plans]
+            shardings = restored(whole, plan.shardings, of_block, degree)
+            links += chained(whole, [AxisSplit(axis=axis, degree=degree, shardings=shardings)])
+            if axis == "cp":
+                _check_whole(whole, links[-1].local.placements)
+            whole = links[-1].local.graph
+        self._placements = {link.split.axis: _stored_placements(graph, link) for link in links}
+        if AXIS in self._placements or EXPERTS in self._placements:
+            has_parts = AXIS in self._placements
+            self.parallel = TensorParallel(
+                mesh=sharding_mesh[AXIS] if has_parts else None,
+                placements=self._placements.get(AXIS, {}),
+                experts=None if expert_mesh is None else expert_mesh[(EXPERTS, AXIS) if has_parts else (EXPERTS,)],
+                spread=self._placements.get(EXPERTS, {}),
+            )
+        self.planned = self._part(graph, tuple(links))
         for number in sorted(self.planned.peers.split_draws)[:1]:
-            node = [node for node in local.graph.nodes if node.is_random][number]
+            node = [node for node in self.planned.graph.nodes if node.is_random][number]
             _log.warning(
                 "%s: %s draws inside a kernel, of which each rank runs a part: right as random numbers, but others "
                 "than one device draws", node.source, node.op,
             )  # fmt: skip
+
+    @property
+    def splits(self) -> tuple[AxisSplit, ...]:
+        """How the planned graph is split, an axis after the other."""
+        return tuple(link.split for link in self.planned.links)
 
     def part_of(self, graph: Graph) -> Part:
         """The part of another graph of the same model; parameters and buffers are held as planned.
@@ -124,28 +158,26 @@ class Axis:
         Raises:
             PlanError: they cannot be.
         """
-        if self.size == 1:
-            return Part(whole=graph, graph=graph)
-        shardings = resharded(
-            graph, self.size, _PRICES, self._placements, None, replicated=self._replicated,
-            whole_parameters=self.parallel is None,
-        )  # fmt: skip
-        return self._part(graph, localize(graph, shardings, self.size, axis=self.name))
+        whole, links = graph, list[Link]()
+        for split in self.splits:
+            if split.axis == EXPERTS:
+                shardings = spread_experts(whole, split.degree, self._placements[EXPERTS])
+            else:
+                shardings = resharded(
+                    whole, split.degree, usual_prices(split.degree), self._placements[split.axis], None,
+                    replicated=self._replicated, whole_parameters=split.axis == "cp",
+                )  # fmt: skip
+            links += chained(whole, [AxisSplit(axis=split.axis, degree=split.degree, shardings=shardings)])
+            whole = links[-1].local.graph
+        return self._part(graph, tuple(links))
 
-    def _part(self, whole: Graph, local: Localized) -> Part:
-        graph = local.graph
-        pairs = zip((n for n in whole.nodes if n.is_random), (n for n in graph.nodes if n.is_random), strict=True)
-        split = [
-            number
-            for number, (before, after) in enumerate(pairs)
-            if after.op != DROPOUT and _shapes(whole, before) != _shapes(graph, after)
-        ]
+    def _part(self, whole: Graph, links: tuple[Link, ...]) -> Part:
         return Part(
             whole=whole,
-            graph=graph,
-            placements=local.placements,
-            peers=Peers.of(self._communicator, split, axis=self.name),
-            pretended=Peers.of(Pretended(self.size), split, axis=self.name),
+            graph=links[-1].local.graph if links else whole,
+            links=links,
+            peers=Peers.of(self._communicators, links) if links else ALONE,
+            pretended=Peers.of({link.split.axis: Pretended(link.split.degree) for link in links}, links),
         )
 
     def is_partial(self, name: str) -> bool:
@@ -153,8 +185,12 @@ class Axis:
         return self.parallel is not None and self.parallel.of(name) == Q
 
     def is_split(self, name: str) -> bool:
-        """Whether every rank has a part of a parameter."""
+        """Whether every rank of `tp` has a part of a parameter."""
         return self.parallel is not None and self.parallel.of(name).is_split
+
+    def is_spread(self, name: str) -> bool:
+        """Whether every rank of `ep` has a part of a parameter, those of its experts."""
+        return self.parallel is not None and self.parallel.spread.get(name, R).is_split
 
     def sum(self, gradients: Iterable[torch.Tensor]) -> None:
         """All-reduce tensors in place: small ones together. All ranks give the same shapes in the same order."""
@@ -181,6 +217,25 @@ class Axis:
             tensor.copy_(value)
 
 
+def _stored_placements(graph: Graph, link: Link) -> dict[str, Placement]:
+    """How an axis holds each parameter and buffer, by name."""
+    return {
+        described.name: link.local.placements.get(tensor, R)
+        for tensor, described in enumerate(graph.tensors)
+        if described.kind in ("parameter", "buffer")
+    }
+
+
+def _split_draws(link: Link) -> list[int]:
+    """The random operators, counted in the order of the graph, of whose result a rank of the axis draws a part."""
+    before, after = ([n for n in graph.nodes if n.is_random] for graph in (link.whole, link.local.graph))
+    return [
+        number
+        for number, (whole, part) in enumerate(zip(before, after, strict=True))
+        if part.op not in DROPOUTS and _shapes(link.whole, whole) != _shapes(link.local.graph, part)
+    ]
+
+
 def _shapes(graph: Graph, node: Node) -> list[tuple[Size, ...]]:
     return [graph.tensors[t].shape for t in node.outputs if t is not None]
 
@@ -194,16 +249,24 @@ def held(value: torch.Tensor) -> torch.Tensor:
     return value.to_local() if isinstance(value, DTensor) else value
 
 
-def _some_seconds(kind: Collective, num_bytes: float) -> float:
-    return 1e-5 + num_bytes / 2e11 * (2 if kind == "all_reduce" else 1)
+# Whose prices say where to communicate for another batch shape than the planned one; where parameters are held is
+# planned. The plan's own cluster may be a file that not all ranks can read, and all must choose alike.
+_USUAL_NODE = "8xH100-80GB"
 
 
-# Of some usual cluster: the runtime knows none. Where parameters are held is planned; what is left to choose for
-# another batch shape is where to communicate. The same on all ranks.
-_PRICES = Prices(
-    flop_per_second=4e14, bytes_per_second=2e12, kernel_seconds=4e-6, collective_seconds=_some_seconds,
-    micro_batch=1, num_microbatches=1,
-)  # fmt: skip
+@cache
+def usual_prices(degree: int) -> Prices:
+    """What work and communication cost on `degree` neighbours of some usual cluster that every installation knows."""
+    cluster = Cluster.load(f"{-(-degree // 8)}x{_USUAL_NODE}")
+    device, group = cluster.device, axis_group(cluster, {"tp": degree}, "tp")
+    return Prices(
+        flop_per_second=device.peak_flop_per_second["bfloat16"],
+        bytes_per_second=device.memory_bytes_per_second,
+        kernel_seconds=device.kernel_launch_seconds,
+        collective_seconds=lambda collective, num_bytes: COLLECTIVE_SECONDS[collective](num_bytes, group),
+        micro_batch=1,
+        num_microbatches=1,
+    )
 
 
 def _check_whole(graph: Graph, placements: Mapping[int, Placement]) -> None:
@@ -223,27 +286,34 @@ def _check_whole(graph: Graph, placements: Mapping[int, Placement]) -> None:
             )
 
 
-def replicated(
-    graph: Graph,
-    degree: int,
-    operators: Collection[str],
-    shardings: Sequence[Sharding],
-    *,
-    whole_parameters: bool = False,
-) -> tuple[Sharding, ...]:
-    """Other shardings of a graph that do not split some `operators` (conversions among them are not made).
+def replicated(graph: Graph, operators: Collection[str], splits: Sequence[AxisSplit]) -> tuple[AxisSplit, ...]:
+    """How to split a graph otherwise, some `operators` not at all (conversions among them are not made).
 
-    What is stored and handed on stays as it is in `shardings` but for what these operators read, if it can; if not,
+    What is stored and handed on stays as it is in `splits` but for what these operators read, if it can; if not,
     but for the blocks that have them; if not, all may change.
 
     Raises:
         PlanError, SolverError: it cannot be.
     """
+    links = list[Link]()
+    for split in splits:
+        # Of an axis that splits what another one has split before, only what is stored can stay.
+        is_own = split.axis == EXPERTS  # what runs there runs on a rank's own samples, as on one device
+        shardings = split.shardings if is_own else _without(graph, operators, split, keeps_layouts=not links)
+        links += chained(graph, [replace(split, shardings=shardings)])
+        graph = links[-1].local.graph
+    return tuple(link.split for link in links)
+
+
+def _without(
+    graph: Graph, operators: Collection[str], split: AxisSplit, *, keeps_layouts: bool
+) -> tuple[Sharding, ...]:
+    """Other shardings of one axis."""
     stored: dict[str, Placement] = {}
     carried: dict[int, Placement] = {}
     read: set[str] = set()
     near: set[str] = set()
-    for block, sharding in zip(graph.blocks, shardings, strict=True):
+    for block, sharding in zip(graph.blocks, split.shardings, strict=True):
         pairs = zip((*block.parameters, *block.buffers), (*sharding.parameters, *sharding.buffers), strict=True)
         here = {graph.tensors[tensor].name: placement for tensor, placement in pairs}
         stored |= here
@@ -253,14 +323,18 @@ def replicated(
         near.update(here if nodes else ())
     failure: PlanError | SolverError | None = None
     for kept, layouts in (
-        ({name: placement for name, placement in stored.items() if name not in read}, carried),
+        (
+            {name: placement for name, placement in stored.items() if name not in read},
+            carried if keeps_layouts else None,
+        ),
         ({name: placement for name, placement in stored.items() if name not in near}, None),
         ({}, None),
     ):
         try:
             return resharded(
-                graph, degree, _PRICES, kept, layouts, replicated=operators, whole_parameters=whole_parameters
-            )
+                graph, split.degree, usual_prices(split.degree), kept, layouts, replicated=operators,
+                whole_parameters=split.axis == "cp",
+            )  # fmt: skip
         except (PlanError, SolverError) as error:
             failure = error
     assert failure is not None

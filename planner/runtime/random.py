@@ -20,8 +20,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from planner.graph import OPAQUE, Batch, Graph, reads
-from planner.runtime.peers import ALONE, DROPOUT, Peers
+from planner.graph import OPAQUE, Arg, Batch, Graph, reads
+from planner.runtime.peers import ALONE, DROPOUTS, Peers
 from planner.trace.aten import call_node, materialize
 from planner.trace.parallel import piece_of
 
@@ -105,11 +105,11 @@ class Draw(nn.Module):
         self.operands = tuple(dict.fromkeys(reads(self.node)))
         self.number = sum(node.is_random for node in graph.nodes[:index])
         # A rank that draws for its part alone has a seed of its own.
-        self._own = (peers.rank,) if self.number in peers.split_draws else ()
+        self._own = peers.split_draws.get(self.number, ())
         self._device = device
         made = [t for t in self.node.outputs if t is not None]
         places = {t: _Place.of(graph, t) for t in (*self.operands, *made) if graph.tensors[t].is_batched}
-        self._is_part = self.node.op == DROPOUT  # of what one device draws
+        self._is_part = self.node.op in DROPOUTS  # of what one device draws
         self._is_shared = not places
         self._is_in_place = self.node.op.split(".")[1].endswith("_")  # returns the operand that it writes
         self.is_by_sample = (
@@ -185,8 +185,15 @@ class Draw(nn.Module):
 
     def _split(self, micro_batch: int) -> "_Split":
         """How what is dropped is split, in numbers."""
-        numbers: Any = [materialize(arg, {}, micro_batch, self._device) for arg in self.node.args[3:]]
-        return _Split(*numbers)
+
+        def numbers(given: Sequence[Arg]) -> Any:
+            return [materialize(arg, {}, micro_batch, self._device) for arg in given]
+
+        kwargs = dict(self.node.kwargs)
+        cuts = [_Cut(str(kwargs["axis"]), *numbers(self.node.args[3:]))]
+        if isinstance(before := kwargs.get("of"), tuple):  # cut by another axis before
+            cuts.insert(0, _Cut(str(before[0]), *numbers(before[1:])))
+        return _Split(tuple(cuts))
 
     def _sample_by_sample(self, draws: Draws, env: Mapping[int, torch.Tensor], micro_batch: int) -> Any:
         """Run the node once for every sample: fused kernels draw inside, from torch's own generator."""
@@ -252,20 +259,33 @@ class _Place:
 
 
 @dataclass(frozen=True, slots=True)
-class _Split:
-    """A split of a dim over ranks: of the `parts` that it is made of, `repeats` times, each has its piece."""
+class _Cut:
+    """A split of a dim over the ranks of an axis: of the `parts` of it, `repeats` times, each has its piece."""
 
+    axis: str
     dim: int
     parts: Sequence[int]
     repeats: int
 
+
+@dataclass(frozen=True, slots=True)
+class _Split:
+    """Cuts of a tensor, one after the other."""
+
+    cuts: tuple[_Cut, ...]
+
     def whole(self, shape: Sequence[int]) -> list[int]:
         """The sizes of the whole of a part."""
-        return [self.repeats * sum(self.parts) if d == self.dim else size for d, size in enumerate(shape)]
+        sizes = list(shape)
+        for cut in reversed(self.cuts):
+            sizes[cut.dim] = cut.repeats * sum(cut.parts)
+        return sizes
 
     def own(self, whole: torch.Tensor, peers: Peers) -> torch.Tensor:
         """This rank's part."""
-        return piece_of(whole, self.dim, self.parts, self.repeats, peers.rank, peers.size)
+        for cut in self.cuts:
+            whole = piece_of(whole, cut.dim, cut.parts, cut.repeats, *peers.places[cut.axis])
+        return whole
 
 
 class _Masked(torch.autograd.Function):

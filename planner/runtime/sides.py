@@ -21,7 +21,7 @@ from planner.graph import Graph, Ref, reads
 from planner.runtime.blocks import Lowered, constant, lower_block, lower_prelude, shape_of
 from planner.runtime.peers import ALONE, Peers
 from planner.runtime.samples import index_limits
-from planner.shard.localize import Localized
+from planner.shard.chain import Link
 from planner.shard.placement import R
 from planner.trace.batch import leaves
 
@@ -283,10 +283,10 @@ class Chain:
 # --- what can be left out ---
 
 
-def repeats(model: nn.Module, graph: Graph, local: Localized | None = None) -> tuple[Left, ...]:
+def repeats(model: nn.Module, graph: Graph, links: Sequence[Link] = ()) -> tuple[Left, ...]:
     """Blocks that are one call of one module and equal an earlier block, reading shared tensors made alike.
 
-    With the graph of a rank, `local`, they are split alike as well.
+    With `links`, how axes split the graph, they are split alike as well.
     """
     modules = dict(model.named_modules())
     calls: dict[str, set[int]] = {}
@@ -302,10 +302,10 @@ def repeats(model: nn.Module, graph: Graph, local: Localized | None = None) -> t
         is_module &= f"{block.name}@1" not in calls
         if not is_module or tied & set(block.parameters):
             continue
-        main = _main(graph, position, local)
+        main = _main(graph, position, links)
         if main is None:
             continue
-        kind = (local.graph if local else graph).blocks[position].class_index
+        kind = (links[-1].local.graph if links else graph).blocks[position].class_index
         key = (kind, tuple(made.get(t, t) for t in block.shared))
         if key in seen:
             result.append(Left(position, seen[key], *main))
@@ -335,18 +335,20 @@ def _by_recipe(arg: object, made: Mapping[int, int]) -> object:
     return tuple(_by_recipe(item, made) for item in arg) if isinstance(arg, tuple) else (type(arg).__name__, arg)
 
 
-def _main(graph: Graph, position: int, local: Localized | None) -> tuple[int, int] | None:
+def _main(graph: Graph, position: int, links: Sequence[Link]) -> tuple[int, int] | None:
     """(input, output) of a block that have one shape, dtype and split, the input being new since the block before."""
-    placed = local.placements if local else {}
     block = graph.blocks[position]
     if not position or not block.outputs:
         return None
     fresh = set(graph.blocks[position - 1].outputs)
+
+    def described(tensor: int) -> tuple[object, ...]:
+        placed = [link.local.placements.get(tensor, R) for link in links]
+        return graph.tensors[tensor].shape, graph.tensors[tensor].dtype, placed
+
     for given in block.inputs:
         for made in block.outputs:
-            one, two = graph.tensors[given], graph.tensors[made]
-            is_alike = (one.shape, one.dtype, placed.get(given, R)) == (two.shape, two.dtype, placed.get(made, R))
-            if given in fresh and is_alike:
+            if given in fresh and described(given) == described(made):
                 return given, made
     return None
 

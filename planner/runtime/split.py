@@ -14,6 +14,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
+from math import prod
 from typing import Any, cast
 
 import torch
@@ -21,14 +22,15 @@ from torch import fx, nn
 
 from planner.graph import CONVERSIONS, Batch, Block, Graph, Node, Size, TensorKind, reads
 from planner.runtime.blocks import Program
-from planner.runtime.parts import AXIS, piece
+from planner.runtime.parts import AXIS, EXPERTS, piece
 from planner.runtime.peers import Peers
 from planner.runtime.sides import Chain, Left, Repeatable, difference, size_of, tensors_by_name
-from planner.shard.localize import Localized, localize
+from planner.shard.chain import AxisSplit, Link, chained
+from planner.shard.localize import Localized
 from planner.shard.placement import Option, P, Placement, Q, R, Sharding, differentiable, effective, operands_of
 from planner.shard.work import flop_of
 from planner.trace.aten import call_node
-from planner.trace.parallel import Communicator, Threads, put_together
+from planner.trace.parallel import Communicator, Grid, put_together
 
 _TIMEOUT_SECONDS = 600.0  # ranks share the cores, so that one may wait long for another
 _SMALLEST = 1e-3  # of the largest gradient of its block: gradients that are zero by construction are rounding
@@ -36,33 +38,57 @@ _SMALLEST = 1e-3  # of the largest gradient of its block: gradients that are zer
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class Split:
-    """How a graph is split over the ranks of a mesh axis."""
+    """How a graph is split over the ranks of mesh axes, an axis after the other."""
 
     graph: Graph
-    local: Localized
-    shardings: tuple[Sharding, ...]
-    degree: int
-    axis: str
+    links: tuple[Link, ...]
 
     @classmethod
-    def of(cls, graph: Graph, shardings: Sequence[Sharding], degree: int, axis: str = AXIS) -> "Split":
+    def of(cls, graph: Graph, splits: Sequence[AxisSplit]) -> "Split":
         """Make the graph of a rank.
 
         Raises:
             PlanError: as `localize`.
         """
-        local = localize(graph, shardings, degree, axis=axis)
-        return cls(graph=graph, local=local, shardings=tuple(shardings), degree=degree, axis=axis)
+        return cls(graph=graph, links=chained(graph, splits))
+
+    @property
+    def first(self) -> "Split":
+        """That of the outermost axis alone."""
+        return Split(graph=self.graph, links=self.links[:1])
+
+    @property
+    def local(self) -> Localized:
+        """The graph of a rank, and the placements on the innermost axis."""
+        return self.links[-1].local
+
+    @property
+    def shardings(self) -> tuple[Sharding, ...]:
+        """Those of the innermost axis."""
+        return self.links[-1].split.shardings
+
+    @property
+    def axes(self) -> tuple[tuple[str, int], ...]:
+        """The axes with their sizes, outermost first."""
+        return tuple((link.split.axis, link.split.degree) for link in self.links)
+
+    @property
+    def degree(self) -> int:
+        """Ranks of all axes."""
+        return prod(degree for _, degree in self.axes)
+
+    @property
+    def axis(self) -> str:
+        """The axes in words."""
+        return " x ".join(axis for axis, _ in self.axes)
+
+    def placed(self, tensor: int) -> tuple[Placement, ...]:
+        """How a tensor is placed on each axis."""
+        return tuple(link.local.placements.get(tensor, R) for link in self.links)
 
     def flop_ratio(self) -> float:
         """FLOP of all ranks together, in units of what one device does."""
-        each = [
-            (flop_of(self.graph.nodes[index], self.graph.tensors, 1), option)
-            for block, sharding in zip(self.graph.blocks, self.shardings, strict=True)
-            for index, option in zip(block.nodes, sharding.options, strict=True)
-        ]
-        whole = sum(flop for flop, _ in each)
-        return sum(flop * option.share * self.degree for flop, option in each) / whole if whole else float(self.degree)
+        return prod(_flop_ratio(link) for link in self.links)
 
     def bytes_ratio(self, blocks: Iterable[Block], kind: TensorKind) -> float:
         """Bytes of tensors of a kind that all ranks together hold in blocks, in units of those of one device."""
@@ -95,6 +121,18 @@ class Split:
                     of = next(options, None)
                 else:
                     yield Step(index, node, position)
+
+
+def _flop_ratio(link: Link) -> float:
+    """FLOP of all ranks of an axis together, in units of what is split."""
+    whole, degree = link.whole, link.split.degree
+    each = [
+        (flop_of(whole.nodes[index], whole.tensors, 1), option)
+        for block, sharding in zip(whole.blocks, link.split.shardings, strict=True)
+        for index, option in zip(block.nodes, sharding.options, strict=True)
+    ]
+    total = sum(flop for flop, _ in each)
+    return sum(flop * option.share * degree for flop, option in each) / total if total else float(degree)
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,25 +168,28 @@ class Ranks:
         named = tensors_by_name(copied)
         graph = split.graph
         self._placements = {
-            described.name: split.local.placements.get(tensor, R)
+            described.name: split.placed(tensor)
             for tensor, described in enumerate(graph.tensors)
             if described.kind in ("parameter", "buffer") and described.name in named
         }
-        self._threads = Threads(split.degree, timeout_seconds=_TIMEOUT_SECONDS)
+        self._grid = Grid(split.axes, timeout_seconds=_TIMEOUT_SECONDS)
         self.held = [self._held(named, rank) for rank in range(split.degree)]
         self.chains = [
-            Chain(held, split.local.graph, left, samples, device, peers=Peers.of(communicator, axis=split.axis))
-            for held, communicator in zip(self.held, self._threads.communicators, strict=True)
+            Chain(held, split.local.graph, left, samples, device, peers=Peers.of(communicators))
+            for held, communicators in zip(self.held, self._grid.communicators, strict=True)
         ]
 
     def _held(self, named: Mapping[str, torch.Tensor], rank: int) -> dict[str, torch.Tensor]:
-        made: dict[tuple[int, Placement], torch.Tensor] = {}
+        made: dict[tuple[int, tuple[Placement, ...]], torch.Tensor] = {}
         result = {}
-        for name, placement in self._placements.items():
+        places = self._grid.communicators[rank].values()
+        for name, placements in self._placements.items():
             whole = named[name]
-            key = (id(whole), placement)
+            key = (id(whole), placements)
             if key not in made:
-                part = piece(whole.detach(), placement, rank, self._split.degree)
+                part = whole.detach()
+                for placement, place in zip(placements, places, strict=True):
+                    part = piece(part, placement, place.rank, place.size)
                 is_parameter = isinstance(whole, nn.Parameter)
                 made[key] = nn.Parameter(part, whole.requires_grad) if is_parameter else part.clone()
             result[name] = made[key]
@@ -159,8 +200,7 @@ class Ranks:
         before = {name: value.clone() for name, value in self._whole_buffers(0).items()}
         batches = [batch() for _ in self.chains]
 
-        def work(communicator: Communicator) -> tuple[torch.Tensor, dict[tuple[str, torch.dtype], int]]:
-            rank = communicator.rank
+        def work(rank: int, _: Mapping[str, Communicator]) -> tuple[torch.Tensor, dict[tuple[str, torch.dtype], int]]:
             on_device = torch.cuda.device(self._device) if self._device.type == "cuda" else nullcontext()
             with on_device, torch.enable_grad(), Repeatable() as mode:
                 loss = self.chains[rank](batches[rank])
@@ -168,7 +208,7 @@ class Ranks:
                 loss.backward()  # type: ignore[no-untyped-call]
             return loss.detach().double(), counts
 
-        found = self._threads.run(work)
+        found = self._grid.run(work)
         runs = []
         for rank, (loss, counts) in enumerate(found):
             gradients = {
@@ -194,23 +234,42 @@ class Ranks:
         self, name: str, values: Sequence[torch.Tensor | None], rank: int, *, is_gradient: bool = False
     ) -> torch.Tensor | None:
         present = [value for value in values if value is not None]
+        placements = self._placements[name]
         if len(present) < len(values):
-            return values[rank] if self._placements[name] == R else None
-        found = together(present, self._placements[name], self._samples, is_gradient=is_gradient)
-        return found[rank % len(found)]
+            return values[rank] if all(placement == R for placement in placements) else None
+        inner = 1
+        for (axis, degree), placement in reversed(list(zip(self._split.axes, placements, strict=True))):
+            for first in (r for r in range(len(present)) if r // inner % degree == 0):
+                group = range(first, first + degree * inner, inner)
+                held = [present[r] for r in group]
+                found = together(held, placement, self._samples, is_gradient=is_gradient, axis=axis)
+                for number, r in enumerate(group):
+                    present[r] = found[number % len(found)]
+            inner *= degree
+        return present[rank]
 
 
 def together(
-    values: Sequence[torch.Tensor], placement: Placement, samples: int, *, is_gradient: bool = False
+    values: Sequence[torch.Tensor], placement: Placement, samples: int, *, is_gradient: bool = False, axis: str = AXIS
 ) -> list[torch.Tensor]:
-    """The whole of what ranks hold: one where they hold parts or summands, else each rank's."""
+    """The whole of what ranks hold: one where they hold parts or summands, else each rank's.
+
+    The ranks of `ep` all run the same samples here, as if each had its own: an expert's gradient is the sum over them,
+    and of what is used among experts a rank has that of the rows there. Means are those of one device.
+    """
+    if is_gradient and axis == EXPERTS:
+        mean = torch.stack(list(values)).sum(0) / len(values)
+        return together([value / len(values) for value in values], placement, samples) if placement.is_split else [mean]
     if placement.is_split:
 
         def at(size: Size) -> int:
             return size.per_sample * samples if isinstance(size, Batch) else size
 
         parts = [at(part) for part in placement.parts]
-        return [put_together(torch.stack(list(values)), placement.dim, parts, at(placement.repeats))]
+        joined = put_together(torch.stack(list(values)), placement.dim, parts, at(placement.repeats))
+        if placement.order:
+            joined = joined[torch.tensor(placement.order, device=joined.device).argsort()]
+        return [joined]
     if placement == (Q if is_gradient else P):
         summed = torch.stack(list(values)).sum(0, dtype=torch.float64 if values[0].is_floating_point() else None)
         return [summed.to(values[0].dtype)]
@@ -478,7 +537,7 @@ class _Search:
             values = [seen.gradients.get((step.index, mine)) for seen in self._ranks]
             present = [value for value in values if value is not None]
             if len(present) == len(values):
-                one = together(present, placement, self._samples, is_gradient=True)[0]
+                one = together(present, placement, self._samples, is_gradient=True, axis=self._split.axis)[0]
                 total = one if total is None else total + one
         return total
 
@@ -537,7 +596,7 @@ class _Search:
         present = [value for value in found if value is not None]
         if wanted is None or (placement.is_part and not placement.is_split) or (len(present) < len(found)):
             return size_of(wanted) / (size_of(wanted) + floor) if is_gradient and not present and floor else 0.0
-        joined = together(present, placement, self._samples, is_gradient=is_gradient)
+        joined = together(present, placement, self._samples, is_gradient=is_gradient, axis=self._split.axis)
         if any(value.shape != wanted.shape or value.dtype != wanted.dtype for value in joined):
             return 1.0
         scale = max(size_of(wanted), floor) or 1.0

@@ -6,7 +6,7 @@ import logging
 import math
 import os
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -19,7 +19,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from planner.errors import PlanError, RunError
 from planner.graph import Graph
-from planner.plan import Mesh, Plan
+from planner.plan import Mesh, Plan, ShardingPlan
 from planner.runtime.check import CheckReport, check_everywhere
 from planner.runtime.execute import (
     Engine,
@@ -33,7 +33,8 @@ from planner.runtime.fallback import FallbackEngine
 from planner.runtime.initialise import Init
 from planner.runtime.inputs import Form, Inputs
 from planner.runtime.optimizers import Optimizer, check_elementwise, named_optimizer
-from planner.runtime.peers import Axis, replicated
+from planner.runtime.peers import Axes, replicated
+from planner.runtime.samples import nested
 from planner.runtime.statistics import DataRanks
 from planner.runtime.weight_files import GivenWeights
 from planner.runtime.weights import (
@@ -47,7 +48,7 @@ from planner.runtime.weights import (
     together,
 )
 from planner.runtime.zero import COMPUTE_DTYPES, Sharder, local, stage_class
-from planner.shard.placement import Sharding
+from planner.shard.chain import AxisSplit
 from planner.shard.stored import stored
 from planner.trace import Evaluation, leaves, trace
 
@@ -80,7 +81,7 @@ class Trainer:
         self.engine = engine
         self.device = device
         self.data_world = plan.mesh.dp
-        self.data_rank = dist.get_rank() // plan.mesh.split_degree % plan.mesh.dp
+        self.data_rank = dist.get_rank() // plan.mesh.peers % plan.mesh.dp
         self.grad_norm = math.nan
         self.check: CheckReport | None = None
         self.weight_bytes_read = 0
@@ -193,7 +194,7 @@ class Trainer:
 
     def _share_of(self, loss: torch.Tensor) -> torch.Tensor:
         """What this rank adds to the sum over all ranks that is the loss; ranks that split tensors have it alike."""
-        return loss / (self.data_world * self.plan.mesh.split_degree)
+        return loss / (self.data_world * self.plan.mesh.peers)
 
     def _note_norm(self, squared: float) -> None:
         # Replicas hold the same gradient, shards of one gradient add up.
@@ -227,7 +228,7 @@ class Trainer:
         """
         return self._template.save(
             Path(directory), self.engine, stage=self._mesh["pp"].get_local_rank(),
-            is_writer=self.data_rank == 0 and dist.get_rank() % self.plan.mesh.split_degree == 0,
+            is_writer=self.data_rank == 0 and dist.get_rank() % self.plan.mesh.peers == 0,
             max_shard_bytes=max_shard_bytes, dtype=dtype,
         )  # fmt: skip
 
@@ -236,6 +237,7 @@ class Trainer:
 
         Layers are named by the module whose grouped product it is; a token that takes two experts counts for both.
         Experts that are no grouped product are not counted. `autoplan(..., expert_loads=)` plans with what it returns.
+        Where there is nothing to return, a warning says why.
         """
         return self.engine.expert_loads()
 
@@ -314,29 +316,7 @@ def _described_batch(plan: Plan) -> object:
     for spec in plan.inputs:
         shape = [samples if size == -1 else size for size in spec.shape]
         tensors[spec.name] = torch.empty(shape, dtype=getattr(torch, spec.dtype), device="meta")
-    return _nested(tensors)
-
-
-def _nested(tensors: Mapping[str, torch.Tensor]) -> Any:
-    """A batch from the names of its leaves."""
-    nested: dict[str, Any] = {}
-    for name, tensor in tensors.items():
-        *path, leaf = name.split(".")
-        place = nested
-        for key in path:
-            place = place.setdefault(key, {})
-        place[leaf] = tensor
-    return _sequences(nested)
-
-
-def _sequences(nested: Any) -> Any:
-    """Dicts whose keys count from 0 are what a sequence was called."""
-    if not isinstance(nested, dict):
-        return nested
-    items = {key: _sequences(value) for key, value in nested.items()}
-    if list(items) == [str(i) for i in range(len(items))]:
-        return tuple(items.values())
-    return items
+    return nested(tensors)
 
 
 def apply_plan(
@@ -388,30 +368,32 @@ def apply_plan(
             "not where it is one over labels that count (ignored labels, masks) and micro-batches differ in those"
         )
     warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a view tensor")
-    # FSDP shards over the ranks of cp as well: to it they are one axis. This mesh is made first, so that its groups are
-    # named as without cp: torch's caches of layouts take meshes of equal shape for the same.
-    sharding_mesh = _device_mesh(device, plan.mesh.shards, replace(plan.mesh, cp=1))
+    # FSDP shards over the ranks of cp and ep as well: to it they are one axis. This mesh is made first, so that its
+    # groups are named as without: torch's caches of layouts take meshes of equal shape for the same.
+    sharding_mesh = _device_mesh(device, plan.mesh.shards, replace(plan.mesh, cp=1, ep=1))
     mesh = sharding_mesh if plan.mesh.cp == 1 else _device_mesh(device, plan.mesh.dp_shard, plan.mesh)
+    # Of experts that are spread over ep a rank has its own; they are sharded over the other data ranks alone.
+    expert_mesh = _device_mesh(device, plan.mesh.dp_shard, plan.mesh) if plan.mesh.ep > 1 else None
     with together():
-        axis = Axis(plan, graph, mesh)
+        axes = Axes(plan, graph, mesh, sharding_mesh, expert_mesh)
     report = None
     if check:
-        report, shardings = check_everywhere(
+        report, splits = check_everywhere(
             model, graph, precision=plan.precision, micro_batch=plan.micro_batch, device=device, batch=batch,
-            loss_fn=loss_fn, shardings=axis.shardings, degree=axis.size, axis=axis.name,
-            replicate=(
-                partial(replicated, graph, axis.size, whole_parameters=plan.mesh.cp > 1)
-                if check == "replicate"
-                else None
-            ),
+            loss_fn=loss_fn, splits=axes.splits,
+            replicate=partial(replicated, graph) if check == "replicate" else None,
         )  # fmt: skip
         if report.replicated:
-            plan = _with_shardings(plan, shardings)
+            plan = _with_splits(plan, splits)
             with together():
-                axis = Axis(plan, graph, mesh, replicated=report.replicated)
-    sharder = Sharder(_data_mesh(plan, sharding_mesh), plan.precision, same_gradients=not graph.fallbacks)
+                axes = Axes(plan, graph, mesh, sharding_mesh, expert_mesh, replicated=report.replicated)
     with together():
-        template = StateTemplate(model, plan, graph, values, axis.parallel)
+        sharder = Sharder(
+            _data_mesh(plan, sharding_mesh), plan.precision, same_gradients=not graph.fallbacks,
+            experts=None if expert_mesh is None else _data_mesh(plan, expert_mesh),
+        )  # fmt: skip
+    with together():
+        template = StateTemplate(model, plan, graph, values, axes.parallel)
     engine: Engine
     if graph.fallbacks:
         engine = FallbackEngine(
@@ -423,14 +405,14 @@ def apply_plan(
         with together():
             tensors = take(
                 model, plan, graph, index, device, values=values, wrapped=sharder.mesh is not None,
-                parallel=axis.parallel,
+                parallel=axes.parallel,
             )  # fmt: skip
         engine = GraphEngine(
-            plan, graph, tensors, mesh=mesh, axis=axis, sharder=sharder, device=device, seed=seed,
+            plan, graph, tensors, mesh=mesh, axes=axes, sharder=sharder, device=device, seed=seed,
             retrace=_retracer(plan, model, graph, loss_fn),
         )  # fmt: skip
         with together():
-            fill(engine.stage, engine.owned, values, device, axis.parallel)
+            fill(engine.stage, engine.owned, values, device, axes.parallel)
         del tensors
         release(model, engine, graph)
     values.refuse_missing()
@@ -448,15 +430,20 @@ def apply_plan(
     return trainer
 
 
-def _with_shardings(plan: Plan, shardings: Sequence[Sharding]) -> Plan:
-    """The plan with another sharding for each block."""
-    distinct, of_block = stored(shardings)
+def _with_splits(plan: Plan, splits: Sequence[AxisSplit]) -> Plan:
+    """The plan with other shardings for each block, one for each axis that splits."""
+    distinct: list[ShardingPlan] = []
+    of_block: list[tuple[int, ...]] = [() for _ in plan.block_plans]
+    for split in splits:
+        plans, indices = stored(split.shardings, split.axis)
+        of_block = [(*before, len(distinct) + index) for before, index in zip(of_block, indices, strict=True)]
+        distinct += plans
     numbers = iter(of_block)
     stages = tuple(
-        replace(stage, blocks=tuple(replace(block, sharding=next(numbers)) for block in stage.blocks))
+        replace(stage, blocks=tuple(replace(block, shardings=next(numbers)) for block in stage.blocks))
         for stage in plan.stages
     )
-    return replace(plan, stages=stages, shardings=distinct)
+    return replace(plan, stages=stages, shardings=tuple(distinct))
 
 
 def _retracer(plan: Plan, model: nn.Module, graph: Graph, loss_fn: LossFunction | None) -> Retrace:
@@ -479,7 +466,7 @@ def _retracer(plan: Plan, model: nn.Module, graph: Graph, loss_fn: LossFunction 
         if not is_known:
             whole = batch
             if {leaf.name for leaf in leaves(batch)} != inputs.index_of.keys() and not graph.settings:
-                whole = _nested({name: torch.empty(1, device="meta") for name in inputs.index_of})
+                whole = nested({name: torch.empty(1, device="meta") for name in inputs.index_of})
             if traced(inputs.form, whole, None).fingerprint != graph.fingerprint:
                 raise RunError(
                     "the batch is of another shape than the planned one, or to be evaluated, and the model or the "
@@ -500,24 +487,20 @@ def _check_plan(plan: Plan, graph: Graph) -> None:
             "plan again"
         )
     mesh = plan.mesh
-    if mesh.ep > 1:
-        raise PlanError(f"the plan uses ep={mesh.ep}, which the runtime does not have yet; plan without")
-    if mesh.cp > 1 and mesh.tp > 1:
-        raise PlanError(f"the plan uses cp={mesh.cp} and tp={mesh.tp}, of which the runtime has one at a time; fix one")
+    if min(mesh.ep, mesh.cp) > 1:
+        raise PlanError(f"the plan uses ep={mesh.ep} and cp={mesh.cp}, of which the runtime has one at a time; fix one")
     if mesh.cp > 1 and graph.own_backward:
         raise PlanError(
             f"{graph.own_backward} has a backward of its own, which sees gradients of another size where cp={mesh.cp} "
             "ranks share out samples; plan with cp=1"
         )
-    split = f"{mesh.split_axis}={mesh.split_degree}"
-    if mesh.split_degree > 1 and graph.fallbacks:
+    splits = ", ".join(f"{axis}={degree}" for axis, degree in mesh.splits)
+    if splits and graph.fallbacks:
         raise PlanError(
-            f"{graph.fallbacks[0]}; without a graph nothing can be split over {split}; plan with {mesh.split_axis}=1"
+            f"{graph.fallbacks[0]}; without a graph nothing can be split over {splits}; plan with "
+            f"{', '.join(f'{axis}=1' for axis, _ in mesh.splits)}"
         )
-    block = next((block for block in plan.block_plans if (block.sharding is None) == (mesh.split_degree > 1)), None)
-    if block is not None:
-        says = "does not say" if block.sharding is None else "says"
-        raise PlanError(f"the plan has {split} and {says} how block {block.name or '(the model)'} is split; plan again")
+    _check_shardings(plan, splits)
     if plan.precision not in COMPUTE_DTYPES or _GRAPH_DTYPES.get(graph.dtype) != plan.precision:
         raise PlanError(
             f"the plan trains in {plan.precision}, the graph was traced in {graph.dtype}; the "
@@ -534,6 +517,8 @@ def _check_plan(plan: Plan, graph: Graph) -> None:
             f"{graph.couples_samples}, so micro-batches and data parallelism change the result; "
             "plan with one micro-batch on one data rank"
         )
+    if graph.needs_two_samples and plan.micro_batch == 1:
+        raise PlanError(f"{graph.needs_two_samples}, and the plan's micro-batches are one sample; plan again")
     if graph.one_data_rank and mesh.dp > 1:
         raise PlanError(f"{graph.one_data_rank}, so {mesh.dp} data ranks would differ from one device; plan with dp=1")
     names = [block.name for stage in plan.stages for block in stage.blocks]
@@ -549,8 +534,8 @@ def _check_plan(plan: Plan, graph: Graph) -> None:
         stage_class([block.zero for block in stage.blocks], mesh.pp)
     if 0 in zeros and (max(zeros) > 0 or mesh.shards > 1):
         raise PlanError(
-            f"ZeRO-0 blocks use dp_replicate and all blocks or none; the plan has dp_replicate="
-            f"{mesh.dp_replicate}, dp_shard={mesh.dp_shard}, cp={mesh.cp} and ZeRO stages {sorted(set(zeros))}"
+            f"ZeRO-0 blocks use dp_replicate and all blocks or none; the plan has dp_replicate={mesh.dp_replicate}, "
+            f"dp_shard={mesh.dp_shard}, cp={mesh.cp}, ep={mesh.ep} and ZeRO stages {sorted(set(zeros))}"
         )
     if 0 not in zeros and mesh.shards == 1 < mesh.dp_replicate:
         raise PlanError(
@@ -573,6 +558,20 @@ def _check_plan(plan: Plan, graph: Graph) -> None:
             )
     for index in range(mesh.pp):
         root_zero(plan, graph, index)
+
+
+def _check_shardings(plan: Plan, splits: str) -> None:
+    """Refuse a plan that does not say of every block how each axis splits it, or says it of other axes."""
+    wanted = [axis for axis, _ in plan.mesh.splits]
+    for block in plan.block_plans:
+        found = [plan.shardings[i].axis if 0 <= i < len(plan.shardings) else axis
+                 for i, axis in zip(block.shardings, wanted, strict=False)]  # fmt: skip
+        if len(block.shardings) != len(wanted) or found != wanted:
+            says = "says" if len(block.shardings) > len(wanted) else "does not say"
+            raise PlanError(
+                f"the plan has {splits or 'tp=1'} and {says} how block {block.name or '(the model)'} is split; "
+                "plan again"
+            )
 
 
 def _start(plan: Plan) -> torch.device:
@@ -619,16 +618,19 @@ def _check_same_plan(plan: Plan) -> None:
 
 
 def _device_mesh(device: torch.device, dp_shard: int, mesh: Mesh) -> DeviceMesh:
-    """The ranks in the order of the axes, `tp` innermost; `dp_shard` may have those of `cp`, which is left out of 1."""
+    """The ranks in the order of the axes, `tp` innermost.
+
+    `dp_shard` may have the ranks of `cp` and of `ep`, which are left out of 1.
+    """
     sizes = {"pp": mesh.pp, "dp_replicate": mesh.dp_replicate, "dp_shard": dp_shard}
-    sizes |= {"cp": mesh.cp, "tp": mesh.tp} if mesh.cp > 1 else {"tp": mesh.tp}
+    sizes |= {axis: size for axis, size in (("cp", mesh.cp), ("ep", mesh.ep)) if size > 1} | {"tp": mesh.tp}
     return init_device_mesh(device.type, tuple(sizes.values()), mesh_dim_names=tuple(sizes))
 
 
 def _data_mesh(plan: Plan, mesh: DeviceMesh) -> DeviceMesh | None:
     """The axis that ZeRO works on, or both for hybrid sharding; none where one data rank needs no wrapper.
 
-    `mesh` has the ranks of `cp` in `dp_shard`.
+    `mesh` has the ranks of `cp` in `dp_shard`, and those of `ep`, unless it is for experts that are spread over these.
 
     One data rank in bf16 is wrapped as well: mixed precision is the wrapper's.
     """

@@ -355,9 +355,9 @@ def fill(
             part = local(parameter)
             if values.is_own(mine.name) or not part.numel():
                 continue
-            placement = R if parallel is None else parallel.of(mine.name)
+            placement, spread = (R, R) if parallel is None else (parallel.of(mine.name), parallel.spread_of(mine.name))
             is_scalar = parameter.ndim != values.ndim(mine.name)  # stored with a dim
-            for here, there in parts_of(parameter, placement):
+            for here, there in parts_of(parameter, placement, spread):
                 if is_scalar:
                     part[here].copy_(values.read(mine.name).reshape(parameter.shape)[there])
                 else:
@@ -616,8 +616,10 @@ class StateTemplate:
 
         A collective of all ranks that hold parts of it.
         """
-        placement = R if self._parallel is None else self._parallel.of(owned.name)
-        full = whole(owned.parameter if value is None else value, placement)
+        placement, spread = R, R
+        if self._parallel is not None:
+            placement, spread = self._parallel.of(owned.name), self._parallel.spread_of(owned.name)
+        full = whole(owned.parameter if value is None else value, placement, spread)
         return full.reshape(self._shapes[owned.name]).contiguous()
 
     def _held(self, name: str, current: Mapping[str, torch.Tensor]) -> torch.Tensor:

@@ -165,7 +165,7 @@ def _train(job: Job, folder: Path, rank: int) -> None:
     peak = _peak_bytes(baseline_bytes)
     peaks: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(peaks, peak)
-    expert_loads = trainer.expert_loads()
+    expert_loads = trainer.expert_loads() if expert_layers(graph) else {}
     if rank == 0:
         steady = seconds[min(_WARM_UP_STEPS, len(seconds) - 1) :]
         result = {

@@ -17,11 +17,14 @@ the root is hidden in a plain module and the flags set here hold. Source: torch 
 `torch.distributed.pipelining.stage`, and the held bytes that the tests compare.
 
 Gradients are averaged by FSDP over the data-parallel ranks, and over those of context parallelism, which are among
-those of dp_shard here and whose parts are to be summed: the loss is multiplied by their number. Stock `scale_grads` of
+those of dp_shard here and whose parts are to be summed: the loss is multiplied by their number. Those of experts that
+are spread over `ep` are whole on their owner, summed over the samples of all ranks of `ep`, and FSDP averages over the
+other data ranks: they are divided by the size of `ep` once a step (`execute`). Stock `scale_grads` of
 the schedules misses gradients of parameters that are gathered, so losses are divided by the micro-batches instead.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from importlib import import_module
 from typing import Any, cast
 
 import torch
@@ -30,8 +33,10 @@ from torch.distributed._composable.replicate_with_fsdp import replicate
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.pipelining import PipelineStage
+from torch.distributed.tensor import DTensor, Shard
 
 from planner.errors import PlanError
+from planner.memory import expert_dim
 
 COMPUTE_DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32, "fp64": torch.float64}
 
@@ -92,10 +97,25 @@ class Sharder:
 
     `same_gradients` tells that every micro-batch gives gradients to the same parameters. Only then replicas may
     be summed once a step: FSDP adds what it reduce-scattered as one flat buffer, without looking whose it is.
+
+    `experts` is what `mesh` is, for parameters that are spread over `ep`: without the ranks of that axis.
     """
 
-    def __init__(self, mesh: DeviceMesh | None, precision: str, *, same_gradients: bool = True) -> None:
+    def __init__(
+        self,
+        mesh: DeviceMesh | None,
+        precision: str,
+        *,
+        same_gradients: bool = True,
+        experts: DeviceMesh | None = None,
+    ) -> None:
+        """As above.
+
+        Raises:
+            PlanError: this torch shards all parameters of a module over the same ranks, and there are `experts`.
+        """
         self.mesh = mesh
+        self._placing: dict[str, Any] = {} if experts is None else {"shard_placement_fn": _placing(experts)}
         self.policy = mixed_precision(precision)
         self._sums_replicas_once = mesh is not None and mesh.ndim == 2 and same_gradients
         self.parts: list[tuple[nn.Module, int]] = []
@@ -108,7 +128,9 @@ class Sharder:
         if zero == 0:
             replicate(module, mesh=self.mesh, mp_policy=self.policy)
         else:
-            fully_shard(module, mesh=self.mesh, mp_policy=self.policy, reshard_after_forward=zero == 3)
+            fully_shard(
+                module, mesh=self.mesh, mp_policy=self.policy, reshard_after_forward=zero == 3, **self._placing
+            )  # fmt: skip
         cast("FSDPModule", module).set_reshard_after_backward(zero == 3, recurse=False)
         self.parts.append((module, zero))
 
@@ -153,6 +175,40 @@ class Sharder:
         """
         for module, _ in self.parts:
             cast("FSDPModule", module).reshard()
+
+
+def _placing(experts: DeviceMesh) -> Callable[[nn.Parameter], Any]:
+    """What tells FSDP over which ranks to shard a parameter: those spread over `ep` over `experts`, others by default.
+
+    Raises:
+        PlanError: this torch does not ask.
+    """
+    try:  # private in torch 2.13, which documents it in `fully_shard`; 2.11 has no such thing
+        common = import_module("torch.distributed.fsdp._fully_shard._fsdp_common")
+        placed = common.ShardPlacementResult
+        if experts.ndim == 1:
+            info = common.FSDPMeshInfo(experts, shard_mesh_dim=0)
+        else:
+            info = common.HSDPMeshInfo(experts, shard_mesh_dim=1, replicate_mesh_dim=0)
+    except (ImportError, AttributeError) as error:
+        raise PlanError(
+            f"ep needs an FSDP that shards each parameter over ranks of its own, as torch 2.13 has; this is "
+            f"{torch.__version__}, so install that, or plan with ep=1"
+        ) from error
+
+    def place(parameter: nn.Parameter) -> Any:
+        if not is_spread(parameter):
+            return None
+        dim = expert_dim(local(parameter).shape, experts.size(experts.ndim - 1))
+        return placed(Shard(dim), info)
+
+    return place
+
+
+def is_spread(tensor: torch.Tensor) -> bool:
+    """Whether ranks of `ep` have parts of a tensor."""
+    names = tensor.device_mesh.mesh_dim_names if isinstance(tensor, DTensor) else None
+    return names is not None and "ep" in names
 
 
 def stage_class(zeros: Sequence[int], num_stages: int) -> None:

@@ -1,6 +1,6 @@
 """`autoplan(model, cluster)`: trace, search, and return the fastest plan that fits."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Literal
 
 from torch import Tensor, float64, nn
@@ -10,13 +10,18 @@ from planner.errors import ModelError, PlanError
 from planner.graph import Graph
 from planner.measure import local_cluster
 from planner.plan import OPTIMIZERS, Plan
+from planner.profile import Profile, measured_cluster, measured_part
 from planner.search.choices import Pins
 from planner.search.engine import OBJECTIVES, Progress, Search, Sharded, Statistics, search
+from planner.search.measuring import Measuring, as_measured
 from planner.search.sharded import ShardedGraph, prices
+from planner.shard.chain import AxisSplit
 from planner.shard.loads import check_expert_loads, worst_loads
 from planner.shard.localize import localize
-from planner.shard.program import variants
+from planner.shard.program import Variant, variants
+from planner.shard.spread import spread_experts
 from planner.trace import priced, trace
+from planner.trace.kernels import priced_by_bytes
 from planner.zoo.infer import infer_batch
 
 __all__ = [
@@ -89,8 +94,11 @@ def search_model(
     expert_loads: Loads | None = None,
     progress: Progress | None = None,
     time_limit_seconds: float | None = None,
+    profile: Profile | Measuring | None = None,
 ) -> Search:
     """`ranked_plans` with the statistics of the search, for the command line.
+
+    Seconds of a `profile` come before those of the roofline; it may be a function that measures a graph.
 
     Raises:
         PlannerError: no plan fits, or something given is wrong; one sentence.
@@ -122,10 +130,14 @@ def search_model(
         device_kind=device_kind,
         progress=lambda what: report(what, 0, 0),
     )
+    graph, measured = as_measured(graph, profile)
+    if measured is not None:
+        place = measured_cluster(place, measured)
     if expert_loads is not None:
         check_expert_loads(graph, expert_loads)
         most = min(place.devices_per_node, place.num_devices)
-        degrees = [pins.tp] if pins.tp else [d for d in range(2, most + 1) if most % d == 0]
+        fixed = [degree for degree in (pins.ep, pins.tp) if degree is not None and degree > 1]
+        degrees = fixed or [d for d in range(2, most + 1) if most % d == 0]
         notes.append(_loads_note(expert_loads, degrees))
     notes += [
         f"no graph, so neither pipeline, tensor parallelism nor recomputation: {fallback}"
@@ -133,12 +145,10 @@ def search_model(
     ]
     if graph.couples_samples:
         notes.append(f"{graph.couples_samples}: one micro-batch on one data-parallel rank")
-    if graph.updates_statistics:
-        notes.append(
-            "forward updates buffers, such as the statistics of a batch norm: once in every micro-batch, "
-            "as one device that runs the micro-batches of all data-parallel ranks in order; an update that looks at no "
-            "sample, such as a power iteration, is each rank's own"
-        )
+    notes += [
+        priced_by_bytes(op)
+        for op in sorted({k.op for kind in graph.classes for k in kind.kernels if not k.has_formula})
+    ]
     if graph.one_data_rank:
         notes.append(f"{graph.one_data_rank}: one data-parallel rank")
     chosen = precision or default_precision(place)
@@ -161,7 +171,7 @@ def search_model(
         graph, place, global_batch=global_batch, precision=precision or default_precision(place),
         optimizer=optimizer, objective=objective, pins=pins, top=top, notes=notes, progress=progress,
         time_limit_seconds=time_limit_seconds,
-        sharded=ways_to_split(graph, place, global_batch, device_kind, expert_loads),
+        sharded=ways_to_split(graph, place, global_batch, device_kind, expert_loads, measured),
     )  # fmt: skip
 
 
@@ -170,10 +180,10 @@ def _loads_note(loads: Loads, degrees: Sequence[int]) -> str:
     said = []
     for degree in (d for d in degrees if d > 1 and any(len(tokens) % d == 0 for tokens in loads.values())):
         as_they_are, reordered = worst_loads(loads, degree)
-        said.append(f"{as_they_are:.2f} at tp={degree} ({reordered:.2f} with the experts in a better order)")
+        said.append(f"{as_they_are:.2f} over {degree} ranks of tp ({reordered:.2f} over as many of ep, which reorders)")
     if not said:
         return (
-            "the loads of experts that were given change no price: tensor-parallel degrees do not divide their number"
+            "the loads of experts that were given change no price: no tp and no ep that is tried divides their number"
         )
     return (
         "experts that are spread over ranks are priced by the loads that were given; tokens of the busiest rank in the "
@@ -187,25 +197,47 @@ def ways_to_split(
     global_batch: int,
     device_kind: Literal["cuda", "cpu"],
     expert_loads: Loads | None = None,
+    profile: Profile | None = None,
 ) -> Sharded:
-    """The ways to split a model, made when the search asks for a degree of an axis."""
+    """The ways to split a model, made when the search asks for degrees of axes; with the seconds of a profile.
 
-    def split(degree: int, axis: Literal["tp", "cp"] = "tp") -> tuple[ShardedGraph, ...]:
-        imbalance, _ = worst_loads(expert_loads or {}, degree)
-        return tuple(
-            ShardedGraph(
+    Of several axes, the ways of the first are those of it alone; the others split the fastest of them.
+    """
+    made: dict[tuple[tuple[str, int], ...], tuple[ShardedGraph, ...]] = {}
+
+    def with_seconds(local: Graph) -> Graph:
+        return local if profile is None else measured_part(local, graph, profile)
+
+    def split(*splits: tuple[str, int]) -> tuple[ShardedGraph, ...]:
+        if splits not in made:
+            made[splits] = tuple(_ways(splits))
+        return made[splits]
+
+    def _ways(splits: tuple[tuple[str, int], ...]) -> Iterator[ShardedGraph]:
+        outer = split(*splits[:-1])[0] if len(splits) > 1 else ShardedGraph(name="", graph=graph)
+        axis, degree = splits[-1]
+        as_they_are, reordered = worst_loads(expert_loads or {}, dict(splits).get("ep", degree))
+        imbalance = reordered if "ep" in dict(splits) else as_they_are
+        if axis == "ep":
+            found: tuple[Variant, ...] = (
+                Variant(name="", shardings=spread_experts(outer.graph, degree, loads=expert_loads)),
+            )
+        else:
+            each = prices(graph, cluster, dict(splits), axis, global_batch=global_batch, expert_imbalance=imbalance)
+            found = variants(outer.graph, degree, each, whole_parameters=axis == "cp")
+        for variant in found:
+            local = localize(outer.graph, variant.shardings, degree, axis=axis).graph
+            yield ShardedGraph(
                 name=variant.name,
-                graph=priced(
-                    localize(graph, variant.shardings, degree, axis=axis).graph, graph, degree, device_kind, axis=axis,
-                    expert_imbalance=imbalance,
+                graph=with_seconds(
+                    priced(
+                        local, outer.graph, degree, device_kind, axis=axis, outer=dict(splits[:-1]),
+                        expert_imbalance=imbalance,
+                    )
                 ),
-                shardings=variant.shardings,
-            )
-            for variant in variants(
-                graph, degree, prices(graph, cluster, degree, global_batch=global_batch, expert_imbalance=imbalance),
-                whole_parameters=axis == "cp",
-            )
-        )  # fmt: skip
+                splits=(*outer.splits, AxisSplit(axis=axis, degree=degree, shardings=variant.shardings)),
+                wholes=(*outer.wholes, outer.graph),
+            )  # fmt: skip
 
     return split
 

@@ -8,14 +8,15 @@ from typing import Any, get_args
 
 from planner.errors import PlanError
 from planner.plan import Mesh, Recompute, ScheduleName
+from planner.search.ring import WHY_NOT
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Pins:
     """Choices that are made already; None leaves one to the search.
 
-    `dp` is the product of both data-parallel axes, `dp_shard` the ranks that ZeRO-1 to 3 shard over (1: ZeRO-0), beside
-    those of `cp`, which always do.
+    `dp` are all ranks with samples of their own, `dp_shard` of them those that ZeRO-1 to 3 shard over (1: ZeRO-0),
+    beside those of `cp`, which always do; `ep` of these share out the experts.
     """
 
     pp: int | None = None
@@ -23,6 +24,7 @@ class Pins:
     dp_shard: int | None = None
     tp: int | None = None
     cp: int | None = None
+    ep: int | None = None
     zero: int | None = None
     recompute: Recompute | None = None
     micro_batch: int | None = None
@@ -51,7 +53,10 @@ class Pins:
         least = {name: 0 if name == "zero" else 1 for name in known}
         values: dict[str, Any] = {}
         for key, value in pins.items():
-            if key not in known:
+            if key == "attention":
+                why = f"it is priced and not executed: {WHY_NOT}" if value == "ring" else "its form is chosen by price"
+                faults.append(f"attention={value} cannot be fixed, {why}; leave it out")
+            elif key not in known:
                 faults.append(f"{key!r} is none of {', '.join(known)}")
             elif key in words:
                 if value not in words[key]:
@@ -79,7 +84,7 @@ class Pins:
 class Configuration:
     """One outer choice. Ordered: fewer stages first, then fewer devices, larger micro-batches.
 
-    `variant` is the index of one of several ways to split the model over `tp` or `cp` ranks; one of the two is 1.
+    `variant` is the index of one of several ways to split the model over the ranks of `cp`, `ep` and `tp`.
     """
 
     pp: int
@@ -90,6 +95,7 @@ class Configuration:
     schedule: str
     tp: int = 1
     cp: int = 1
+    ep: int = 1  # of dp_shard
     variant: int = 0
 
     @property
@@ -104,26 +110,28 @@ class Configuration:
         Of hybrid sharding with different degrees, and of the variants of a degree of tensor or context parallelism,
         only the best is ranked.
         """
-        mesh = self.pp, self.dp, self.tp, self.cp, self.dp_shard * self.cp > 1
+        mesh = self.pp, self.dp, self.tp, self.cp, self.ep, self.dp_shard * self.cp > 1
         return *mesh, self.micro_batch, self.num_microbatches, self.schedule
 
     @property
     def program(self) -> tuple[object, ...]:
         """What configurations of another schedule share."""
-        return self.pp, self.dp, self.tp, self.cp, self.variant, self.dp_shard, self.micro_batch
+        return self.pp, self.dp, self.tp, self.cp, self.ep, self.variant, self.dp_shard, self.micro_batch
 
     @property
     def mesh(self) -> Mesh:
         """Its mesh."""
         replicas = self.dp // self.dp_shard
-        return Mesh(pp=self.pp, dp_replicate=replicas, dp_shard=self.dp_shard, cp=self.cp, tp=self.tp)
+        return Mesh(
+            pp=self.pp, dp_replicate=replicas, dp_shard=self.dp_shard // self.ep, cp=self.cp, ep=self.ep, tp=self.tp
+        )  # fmt: skip
 
     def __str__(self) -> str:
         kind = {1: "replicated", self.dp: "sharded"}.get(self.dp_shard, f"sharded over {self.dp_shard}")
         data = f"dp {self.dp} ({kind})" if self.dp > 1 else "dp 1"
-        tensor = f"tp {self.tp}, " if self.tp > 1 else f"cp {self.cp}, " if self.cp > 1 else ""
+        splits = "".join(f"{axis} {degree}, " for axis, degree in self.mesh.splits)
         return (
-            f"pp {self.pp}, {data}, {tensor}micro-batch {self.micro_batch} x {self.num_microbatches}, {self.schedule}"
+            f"pp {self.pp}, {data}, {splits}micro-batch {self.micro_batch} x {self.num_microbatches}, {self.schedule}"
         )
 
 
@@ -146,9 +154,9 @@ def configurations(
     """
     result = []
     most = min(devices_per_node, num_devices)
-    tensor_degrees = _split_degrees(most, pins.tp, may_split=may_split and (pins.cp or 1) == 1)
-    context_degrees = _split_degrees(most, pins.cp, may_split=may_split_samples and (pins.tp or 1) == 1)
-    degrees = [(tp, cp) for tp in tensor_degrees for cp in context_degrees if min(tp, cp) == 1]
+    tensor_degrees = _split_degrees(most, pins.tp, may_split=may_split)
+    context_degrees = _split_degrees(most, pins.cp, may_split=may_split_samples)
+    degrees = [(tp, cp) for tp in tensor_degrees for cp in context_degrees if tp * cp <= num_devices]
     for devices in _device_counts(num_devices, devices_per_node, [tp * cp for tp, cp in degrees], pins):
         meshes = [(pp, tp, cp) for pp in _divisors(devices) for tp, cp in degrees if devices // pp % (tp * cp) == 0]
         for pp, tp, cp in meshes:

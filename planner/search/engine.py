@@ -1,22 +1,21 @@
 """Choose everything together: enumerate the outer choices, bound them, solve what may win, simulate, rank.
 
-The outer choices are devices used, pipeline degree, tensor-parallel degree (or, for long samples, the degree of context
-parallelism) and one of a few ways to split the model over its ranks, data-parallel degree, over how many of its ranks
-parameters are sharded (none, all, or some: hybrid sharding), micro-batch and schedule; micro-batches follow from the
-global batch. For each configuration an integer program chooses stage cuts, ZeRO stage and recomputation of every block
-(`planner.problem`). The program proposes, the simulator judges: every configuration whose bound lies within (1 + delta)
-of the last ranked one is solved and simulated, where delta is the largest difference of program and simulator seen on
-random plans (`tests/test_simulate.py` prints and asserts it). Between shard degrees of one way to train the program
-decides alone: they run the same passes on the same stages.
+The outer choices are devices used, pipeline degree, tensor-parallel degree, for long samples the degree of context
+parallelism, and one of a few ways to split the model over their ranks, data-parallel degree, over how many of its ranks
+parameters are sharded (none, all, or some: hybrid sharding), over how many of these experts are spread, micro-batch and
+schedule; micro-batches follow from the global batch. For each configuration an integer program chooses stage cuts, ZeRO
+stage and recomputation of every block (`planner.problem`). The program proposes, the simulator judges: every
+configuration whose bound lies within (1 + delta) of the last ranked one is solved and simulated, where delta is the
+largest difference of program and simulator seen on random plans (`tests/test_simulate.py` prints and asserts it).
+Between shard degrees of one way to train the program decides alone: they run the same passes on the same stages.
 """
 
 import functools
 import heapq
 import math
-from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
-from typing import Any, Literal, Protocol
+from typing import Any, Protocol
 
 import numpy as np
 
@@ -24,15 +23,19 @@ from planner.bound import Bound, balanced, bound, compute_only, relax
 from planner.cluster import Cluster
 from planner.costs import Costs, least_seconds, price
 from planner.errors import InfeasibleError, PlanError, PlannerError
-from planner.graph import Batch, BlockClass, Graph, reads
+from planner.graph import Batch, Graph
 from planner.memory import precision_named
 from planner.operators import check_dtype
-from planner.plan import BlockPlan, CollectivePlan, InputSpec, Plan, Prediction, ShardingPlan, StagePlan
+from planner.plan import SPLITTING, BlockPlan, InputSpec, Plan, Prediction, ShardingPlan, StagePlan
 from planner.problem import Choice, Problem, evaluate, formulate
 from planner.search.choices import Configuration, Pins, configurations
+from planner.search.communicated import communicated, summed_once_a_step
+from planner.search.experts import check_expert_pins, with_experts_spread
+from planner.search.measuring import share_of_step
+from planner.search.replicated import named, run_whole, splits_nothing
+from planner.search.ring import NO_RING, with_ring_attention
 from planner.search.sharded import ShardedGraph, has_long_samples, replicated_share
 from planner.search.shortfall import Attempt, why_nothing_fits
-from planner.shard.rules import has_rule
 from planner.shard.stored import stored
 from planner.shard.words import parameter_words
 from planner.simulate import Simulation, model_flop_utilisation, simulate
@@ -48,14 +51,14 @@ SURVIVORS = 5  # configurations of the final program; more makes it hopeless (20
 MENTIONED_SHARE = 0.01  # of the FLOP that tensor parallelism does not divide
 OBJECTIVES = ("time", "device-seconds")
 Progress = Callable[[str, int, int], None]  # what, done, of
-Axis = Literal["tp", "cp"]
+Splits = tuple[tuple[str, int], ...]  # of `Mesh.splits`
 
 
 class Sharded(Protocol):
-    """The ways to split a model over a number of ranks of an axis, best first."""
+    """The ways to split a model over the ranks of axes, best first."""
 
-    def __call__(self, degree: int, axis: Axis = "tp") -> Sequence[ShardedGraph]:
-        """Made when the search asks."""
+    def __call__(self, *splits: tuple[str, int]) -> Sequence[ShardedGraph]:
+        """Made when the search asks for axes with their degrees, in the order of `Mesh.splits`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -120,8 +123,8 @@ def search(
 ) -> Search:
     """The best plans, each of another configuration. Pure but for a time limit, which makes it say so in the gap.
 
-    `sharded` gives the ways to split the model over a number of ranks of an axis, best first; it is asked once for each
-    that a configuration has. Without it there is no tensor parallelism and no context parallelism.
+    `sharded` gives the ways to split the model over ranks of axes, best first; it is asked once for all that a
+    configuration has. Without it there is no tensor parallelism and no context parallelism.
 
     Raises:
         InfeasibleError: nothing fits; says the least memory that would.
@@ -169,17 +172,22 @@ class _Searcher:
                 and has_long_samples(self.graph, self.cluster, self.global_batch)
             ),
         )  # fmt: skip
+        found = with_experts_spread(found, self.graph, self.cluster, self.pins, may_split=self.sharded is not None)
         if self.graph.couples_samples:
             found = [c for c in found if c.dp == 1 and c.num_microbatches == 1]
         if self.graph.one_data_rank:
             found = [c for c in found if c.dp == 1]
+        if found and self.graph.needs_two_samples:
+            found = [c for c in found if c.micro_batch > 1]
+            if not found:
+                raise PlanError(f"{self.graph.needs_two_samples}, {_NEEDS_TWO}")
         if not found:
             raise PlanError(self._why_none())
         found = self._with_variants(found)
         candidates = self._bounded(found)
         ignoring_memory = False
         if not candidates:
-            if not self.pins.settle_all or len({(c.tp, c.cp) for c in found}) > 1:
+            if not self.pins.settle_all or len({c.mesh.splits for c in found}) > 1:
                 raise InfeasibleError(self._least_memory(found))
             ignoring_memory = True
             if self.pins.dp_shard is None:  # of hybrid sharding, only more ranks could help
@@ -203,44 +211,45 @@ class _Searcher:
         )
 
     def _with_variants(self, found: list[Configuration]) -> list[Configuration]:
-        """Each configuration in every way to split the model over its tensor- or context-parallel ranks.
+        """Each configuration in every way to split the model over the ranks of its axes.
 
-        Ways in which all ranks do the same are of no use; only a fixed degree may have nothing else.
+        Ways in which all ranks of an axis do the same are of no use; fixed degrees that have nothing else are an error.
         """
-        splits = sorted({split for c in found if (split := _split_of(c))[1] > 1}, key=lambda s: (s[0] == "cp", s[1]))
-        for index, (axis, degree) in enumerate(splits):
-            self.progress("splitting tensors", index, len(splits))
+        wanted = sorted({c.mesh.splits for c in found if c.mesh.splits}, key=lambda splits: (len(splits), splits))
+        for index, splits in enumerate(wanted):
+            self.progress("splitting tensors", index, len(wanted))
             assert self.sharded is not None
-            is_fixed = getattr(self.pins, axis) is not None
+            is_fixed = all(getattr(self.pins, axis) is not None for axis, _ in splits)
             try:
-                made = self.sharded(degree) if axis == "tp" else self.sharded(degree, axis)
+                made = self.sharded(*splits)
             except PlannerError as error:
                 if is_fixed:
                     raise
-                self.notes = (*self.notes, f"{axis}={degree} is left out: {error}")
+                self.notes = (*self.notes, f"{_splits_text(splits)} is left out: {error}")
                 made = ()
-            useful = tuple(each for each in made if each.divides)
-            self.sharded_graphs[axis, degree] = useful or (tuple(made) if is_fixed else ())
+            self.sharded_graphs[splits] = tuple(each for each in made if each.divides)
+            if is_fixed and made and not self.sharded_graphs[splits]:
+                raise PlanError(splits_nothing(made[0], _splits_text(splits)))
         return sorted(
             replace(c, variant=variant)
             for c in found
-            for split in [_split_of(c)]
-            for variant in range(1 if split[1] == 1 else len(self.sharded_graphs[split]))
+            for splits in [c.mesh.splits]
+            for variant in range(len(self.sharded_graphs[splits]) if splits else 1)
         )
 
     def _local(self, configuration: Configuration) -> ShardedGraph:
-        """What one rank of the axis that splits tensors runs."""
-        split = _split_of(configuration)
-        return self.whole if split[1] == 1 else self.sharded_graphs[split][configuration.variant]
+        """What one rank of the axes that split tensors runs."""
+        splits = configuration.mesh.splits
+        return self.sharded_graphs[splits][configuration.variant] if splits else self.whole
 
     @functools.cached_property
     def whole(self) -> ShardedGraph:
         """The model where nothing is split."""
-        return ShardedGraph(name="", graph=self.graph, shardings=())
+        return ShardedGraph(name="", graph=self.graph)
 
     @functools.cached_property
-    def sharded_graphs(self) -> dict[tuple[Axis, int], tuple[ShardedGraph, ...]]:
-        """Of each degree of tensor or context parallelism, what has been made."""
+    def sharded_graphs(self) -> dict[Splits, tuple[ShardedGraph, ...]]:
+        """For each choice of axes that split and their degrees, what has been made."""
         return {}
 
     def _check_pins(self) -> None:
@@ -255,11 +264,6 @@ class _Searcher:
                 f"zero=0 keeps whole copies, but the ranks of cp={pins.cp} share out the states of all parameters; fix "
                 "zero to 1, or one of the two"
             )
-        if min(pins.tp or 1, pins.cp or 1) > 1:
-            raise PlanError(
-                f"tp={pins.tp} and cp={pins.cp} cannot be in one plan yet: fix one of them (the sequence is split "
-                "between blocks with tp as well)"
-            )
         if pins.dp is not None and pins.dp_shard is not None and pins.dp % pins.dp_shard:
             raise PlanError(f"dp_shard={pins.dp_shard} is no divisor of dp={pins.dp}")
         if self.graph.fallbacks:
@@ -267,7 +271,7 @@ class _Searcher:
                 raise PlanError(f"pp={pins.pp} needs a graph of the model, but {self.graph.fallbacks[0]}")
             if pins.recompute == "full":
                 raise PlanError(f"recompute=full needs a graph of the model, but {self.graph.fallbacks[0]}")
-            for axis in ("tp", "cp"):
+            for axis in SPLITTING:
                 if (getattr(pins, axis) or 1) > 1:
                     raise PlanError(
                         f"{axis}={getattr(pins, axis)} needs a graph of the model, but {self.graph.fallbacks[0]}"
@@ -287,12 +291,13 @@ class _Searcher:
                     )
         if (pins.pp or 1) > len(self.graph.blocks):
             raise PlanError(f"pp={pins.pp} needs as many blocks, the model has {len(self.graph.blocks)}")
-        for axis in ("tp", "cp"):
+        check_expert_pins(self.graph, pins)
+        for axis in SPLITTING:
             if (getattr(pins, axis) or 1) > 1 and self.sharded is None:
                 raise PlanError(
                     f"{axis}={getattr(pins, axis)} is not possible: no way to split the model is given; leave it out"
                 )
-        wanted = max(pins.dp or 1, pins.dp_shard or 1) * (pins.pp or 1) * (pins.tp or 1) * (pins.cp or 1)
+        wanted = max(pins.dp or 1, pins.dp_shard or 1, pins.ep or 1) * (pins.pp or 1) * (pins.tp or 1) * (pins.cp or 1)
         if wanted > self.cluster.num_devices:
             raise PlanError(f"the fixed choices need {wanted} devices, the cluster has {self.cluster.num_devices}")
 
@@ -325,7 +330,7 @@ class _Searcher:
         costs = price(
             local.graph, self.cluster, mesh=configuration.mesh, micro_batch=configuration.micro_batch,
             num_microbatches=configuration.num_microbatches, schedule=configuration.schedule,
-            precision=self.precision, optimizer=self.optimizer, shardings=local.shardings,
+            precision=self.precision, optimizer=self.optimizer, splits=local.splits,
         )  # fmt: skip
         problem = formulate(costs, allowed=self._allowed(costs))
         if ignoring_memory:
@@ -496,8 +501,10 @@ class _Searcher:
         for block, (stage, strategy) in enumerate(zip(choice.stages, choice.strategies, strict=True)):
             rows[stage].append((block, strategy))
         local = self._local(configuration)
-        shardings, sharding_of = self._plan_shardings(local, configuration)
+        shardings, shardings_of = self._plan_shardings(local, configuration)
         simulation: Simulation = simulate(costs, rows, configuration.schedule, configuration.num_microbatches)
+        is_split = configuration.cp > 1
+        ring = with_ring_attention(costs, rows, local.graph, self.cluster, local.splits) if is_split else None
         stages = tuple(
             StagePlan(
                 blocks=tuple(
@@ -505,7 +512,7 @@ class _Searcher:
                         name=self.graph.blocks[block].name,
                         zero=costs.strategies[strategy].zero,
                         recompute="full" if costs.strategies[strategy].recompute else "none",
-                        sharding=sharding_of[block] if sharding_of else None,
+                        shardings=shardings_of[block],
                     )
                     for block, strategy in row
                 )
@@ -527,7 +534,8 @@ class _Searcher:
             stages=stages,
             inputs=_inputs(self.graph),
             shardings=shardings,
-            notes=self._plan_notes(local, configuration),
+            notes=(*self._plan_notes(local, configuration), *((NO_RING,) if is_split and ring is None else ())),
+            ring_attention=ring,
             prediction=Prediction(
                 step_seconds=simulation.step_seconds,
                 bubble=simulation.bubble,
@@ -539,44 +547,52 @@ class _Searcher:
                     step_seconds=simulation.step_seconds,
                 ),
                 parts_seconds=tuple(simulation.parts_seconds),
+                measured_share=share_of_step(
+                    local.graph, self.cluster, configuration.micro_batch, dict(simulation.parts_seconds)
+                ),
             ),
         )  # fmt: skip
 
     def _plan_shardings(
         self, local: ShardedGraph, configuration: Configuration
-    ) -> tuple[tuple[ShardingPlan, ...], tuple[int, ...]]:
-        """The shardings of a plan with what people want to know of them, and which of them each block has."""
-        degree = _split_of(configuration)[1]
-        if degree == 1:
-            return (), ()
-        plans, plan_of = stored(local.shardings)
+    ) -> tuple[tuple[ShardingPlan, ...], list[tuple[int, ...]]]:
+        """The shardings of a plan with what people want to know of them, and those of each block, one for each axis."""
         found: dict[ShardingPlan, int] = {}
-        index_of = []
-        for block, at, sharding, mine in zip(
-            self.graph.blocks, plan_of, local.shardings, local.graph.blocks, strict=True
-        ):
-            told = replace(
-                plans[at],
-                words=parameter_words(self.graph, block, sharding, degree),
-                collectives=_collectives(local.graph.classes[mine.class_index], configuration.micro_batch),
-            )
-            index_of.append(found.setdefault(told, len(found)))
-        return tuple(found), tuple(index_of)
+        of_block: list[tuple[int, ...]] = [() for _ in self.graph.blocks]
+        once_a_step = functools.partial(
+            summed_once_a_step, shards=configuration.mesh.shards,
+            bytes_per_element=precision_named(self.precision).master_bytes,
+        )  # fmt: skip
+        for split, whole in zip(local.splits, local.wholes, strict=True):
+            plans, plan_of = stored(split.shardings, split.axis)
+            blocks = zip(whole.blocks, plan_of, split.shardings, local.graph.blocks, strict=True)
+            for position, (block, at, sharding, mine) in enumerate(blocks):
+                told = replace(
+                    plans[at],
+                    words=parameter_words(whole, block, sharding, split.degree),
+                    collectives=(
+                        *communicated(local.graph, mine, split.axis, configuration.micro_batch),
+                        *(once_a_step(whole, block, sharding) if split.axis == "tp" else ()),
+                    ),
+                )
+                of_block[position] += (found.setdefault(told, len(found)),)
+        return tuple(found), of_block
 
     def _plan_notes(self, local: ShardedGraph, configuration: Configuration) -> tuple[str, ...]:
-        axis, degree = _split_of(configuration)
         notes: tuple[str, ...] = ()
         if self.pins.zero and configuration.dp * configuration.cp == 1:
             notes = (f"zero={self.pins.zero} has nothing to shard over: this is the way with one data-parallel rank",)
-        share = replicated_share(self.graph, local.graph, degree) if degree > 1 else 0.0
-        if share <= MENTIONED_SHARE:
-            return notes
-        ruled_out = sorted({node.op for node in self.graph.nodes if list(reads(node)) and not has_rule(node.op)})
-        why = f" (no sharding rule for {', '.join(ruled_out[:5])}{', ...' * (len(ruled_out) > 5)})" if ruled_out else ""
-        return (
-            *notes,
-            f"{share:.1%} of the model's FLOP run on all {degree} {_AXIS_WORDS[axis]} ranks alike{why}",
-        )
+        if self.graph.updates_statistics and max(configuration.dp, configuration.num_microbatches) > 1:
+            notes = (*notes, _updates_buffers(self.graph))
+        graphs = [*local.wholes, local.graph]
+        for split, whole, part in zip(local.splits, graphs, graphs[1:], strict=False):
+            share = replicated_share(whole, part, split.degree)
+            if share <= MENTIONED_SHARE or split.axis == "ep":  # whose ranks have other samples
+                continue
+            why = named(run_whole(whole, split.shardings, split.degree, split.axis))
+            alike = f"{share:.1%} of the model's FLOP run on all {split.degree} {_AXIS_WORDS[split.axis]} ranks alike"
+            notes = (*notes, f"{alike}: {why}" if why else alike)
+        return notes
 
     def _least_memory(self, found: list[Configuration]) -> str:
         """The sentence for a cluster on which nothing fits.
@@ -585,7 +601,7 @@ class _Searcher:
         counts.
         """
         by_size = sorted(found, key=lambda c: (-c.micro_batch, c))  # the last of equal keys, the smallest, stays
-        leanest = {(c.pp, c.dp, c.tp, c.cp, c.variant, c.dp_shard, c.schedule): c for c in by_size}
+        leanest = {(c.mesh, c.variant, c.schedule): c for c in by_size}
         candidates = [self._candidate(c, ignoring_memory=False) for c in sorted(leanest.values())]
         attempts = [Attempt(str(c.configuration), c.costs, c.problem) for c in candidates]
         fixed = ", ".join(f"{k}={v}" for k, v in asdict(self.pins).items() if v is not None)
@@ -596,12 +612,31 @@ class _Searcher:
         )
 
 
-_AXIS_WORDS: Mapping[Axis, str] = {"tp": "tensor-parallel", "cp": "context-parallel"}
+_NEEDS_TWO = (
+    "so a micro-batch needs at least 2 samples, which a global batch and the fixed choices leave to none; use a larger "
+    "global batch or fix fewer choices"
+)
+_AXIS_WORDS: Mapping[str, str] = {"tp": "tensor-parallel", "cp": "context-parallel", "ep": "expert-parallel"}
 
 
-def _split_of(configuration: Configuration) -> tuple[Axis, int]:
-    """The axis that splits tensors, and its degree."""
-    return ("cp", configuration.cp) if configuration.cp > 1 else ("tp", configuration.tp)
+def _updates_buffers(graph: Graph) -> str:
+    """What several micro-batches or data-parallel ranks mean for buffers that forward updates."""
+    lines = (n.source for n in graph.nodes if n.source and any(graph.tensors[t].kind == "buffer" for t in n.mutates))
+    at = next((f"{line}: " for line in lines), "")
+    return (
+        f"{at}forward updates buffers, such as the statistics of a batch norm: once in every micro-batch, as one "
+        "device that runs the micro-batches of all data-parallel ranks in order; an update that looks at no sample, "
+        "such as a power iteration, is each rank's own"
+    )
+
+
+def _splits_text(splits: Splits) -> str:
+    """As pins are written.
+
+    >>> _splits_text((("cp", 2), ("tp", 4)))
+    'cp=2 with tp=4'
+    """
+    return " with ".join(f"{axis}={degree}" for axis, degree in splits)
 
 
 def _with_bound(candidate: _Candidate, found: Bound) -> _Candidate:
@@ -614,17 +649,6 @@ def _with_bound(candidate: _Candidate, found: Bound) -> _Candidate:
         if evaluation.feasible and evaluation.seconds * candidate.weight < candidate.value:
             result = replace(result, choice=choice, value=evaluation.seconds * candidate.weight)
     return result
-
-
-def _collectives(kind: BlockClass, micro_batch: int) -> tuple[CollectivePlan, ...]:
-    """What blocks of a class communicate for one micro-batch, equal ones together."""
-    counts = Counter((made.phase, made.collective, made.num_bytes.at(micro_batch)) for made in kind.collectives)
-    return tuple(
-        CollectivePlan(collective=collective, phase=phase, count=count, num_bytes=num_bytes)
-        for (phase, collective, num_bytes), count in sorted(
-            counts.items(), key=lambda row: (row[0][0] != "forward", row[0])
-        )
-    )
 
 
 def _inputs(graph: Graph) -> tuple[InputSpec, ...]:

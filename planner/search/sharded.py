@@ -1,11 +1,14 @@
-"""The model as one rank of tensor or context parallelism runs it: what the search prices and a plan writes down."""
+"""The model as one rank of the axes that split it runs it: what the search prices and a plan writes down."""
 
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from math import prod
 
 from planner.cluster import Cluster, Curve
 from planner.collectives import COLLECTIVE_SECONDS, axis_group
 from planner.graph import Graph, total
-from planner.shard.placement import Sharding
+from planner.shard.chain import AxisSplit
+from planner.shard.placement import Collective
 from planner.shard.program import Prices
 
 _LARGEST_MICRO_BATCH = 8
@@ -17,18 +20,25 @@ _SAVED_SHARE = 0.25  # of memory, for the saved activations of one micro-batch
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class ShardedGraph:
-    """One way to split a model: the graph of one rank, priced, and the sharding of each block."""
+    """One way to split a model: the graph of one rank, priced, and how each axis splits each block, outermost first.
+
+    `wholes` are the graphs that the axes split: that of the model, then those of a rank of the axes before.
+    """
 
     name: str
     graph: Graph
-    shardings: tuple[Sharding, ...]
+    splits: tuple[AxisSplit, ...] = ()
+    wholes: tuple[Graph, ...] = ()
 
     @property
     def divides(self) -> bool:
-        """Whether ranks share the work of any node, or hold parts of any parameter."""
-        return any(
-            any(option.share < 1 for option in sharding.options) or any(p.is_part for p in sharding.parameters)
-            for sharding in self.shardings
+        """Whether on every axis ranks share the work of any node, or hold parts of any parameter."""
+        return all(
+            any(
+                any(option.share < 1 for option in sharding.options) or any(p.is_part for p in sharding.parameters)
+                for sharding in split.shardings
+            )
+            for split in self.splits
         )
 
 
@@ -54,16 +64,30 @@ def replicated_share(whole: Graph, local: Graph, degree: int) -> float:
     return max(0.0, (local.flop_per_sample() / flop - 1 / degree) / (1 - 1 / degree))
 
 
-def prices(graph: Graph, cluster: Cluster, degree: int, *, global_batch: int, expert_imbalance: float = 1.0) -> Prices:
-    """What work and communication cost on a rank, for the program that splits the operators of a model.
+def prices(
+    graph: Graph,
+    cluster: Cluster,
+    degrees: Mapping[str, int],
+    axis: str,
+    *,
+    global_batch: int,
+    expert_imbalance: float = 1.0,
+) -> Prices:
+    """What work, and communication over an axis, cost on a rank, for the program that splits the operators of a model.
 
-    It is asked once for a degree, so the micro-batch is a likely one: at most 8 samples of those that a rank has, whose
-    saved activations fill no more than a quarter of the memory of the ranks that share them. Ranks of the axis are
-    neighbours, and all of the cluster communicate at once.
+    It is asked once for the `degrees` of the axes that split, so the micro-batch is a likely one: at most 8 samples of
+    those that a rank has, whose saved activations fill no more than a quarter of the memory of the ranks that share
+    them. `graph` is the whole model's. Ranks that share samples are neighbours, all of the cluster communicate at once.
     """
     device = cluster.device
+    degree = prod(size for name, size in degrees.items() if name != "ep")  # whose ranks have their own samples
     data_ranks = max(1, cluster.num_devices // degree)
-    group = axis_group(cluster, {"dp_shard": data_ranks, "tp": degree}, "tp")
+    sizes = {"dp_shard": max(1, data_ranks // degrees.get("ep", 1)), **degrees}
+
+    def of_axis(name: str) -> Callable[[Collective, float], float]:
+        group = axis_group(cluster, sizes, name)
+        return lambda collective, num_bytes: COLLECTIVE_SECONDS[collective](num_bytes, group)
+
     saved_bytes = total(block.saved for block in graph.blocks).per_sample
     room = _SAVED_SHARE * cluster.capacity_bytes * degree / max(1.0, saved_bytes)
     micro_batch = max(1, min(_LARGEST_MICRO_BATCH, global_batch // data_ranks, int(room)))
@@ -71,10 +95,11 @@ def prices(graph: Graph, cluster: Cluster, degree: int, *, global_batch: int, ex
         flop_per_second=device.peak_flop_per_second[graph.dtype] * _largest(device.efficiency["matmul"]),
         bytes_per_second=device.memory_bytes_per_second * _largest(device.efficiency["memory"]),
         kernel_seconds=max(device.kernel_launch_seconds, device.dispatch_seconds),
-        collective_seconds=lambda collective, num_bytes: COLLECTIVE_SECONDS[collective](num_bytes, group),
+        collective_seconds=of_axis(axis),
         micro_batch=micro_batch,
         num_microbatches=max(1, global_batch // data_ranks // micro_batch),
         expert_imbalance=expert_imbalance,
+        outer_seconds={name: of_axis(name) for name in degrees if name != axis},
     )
 
 

@@ -63,6 +63,28 @@ def expert_layers(graph: Graph) -> tuple[ExpertLayer, ...]:
     return tuple(result)
 
 
+def orders_of_experts(graph: Graph, loads: Mapping[str, Sequence[int]], degree: int) -> Mapping[int, tuple[int, ...]]:
+    """For what each grouped product makes, the order of experts that spreads measured loads most evenly over ranks.
+
+    Left out are products of layers without loads, and those whose experts are best as they are.
+    """
+    maker = {tensor: node for node in graph.nodes for tensor in node.outputs if tensor is not None}
+    found: dict[int, tuple[int, ...]] = {}
+    by_source: dict[int, tuple[int, ...]] = {}
+    for layer in expert_layers(graph):
+        tokens = loads.get(layer.name, ())
+        ends = ends_of(maker[layer.product])
+        if ends is not None and len(tokens) == layer.num_experts and layer.num_experts % degree == 0:
+            of_layer = expert_loads(tokens, degree)
+            if of_layer.balanced_imbalance < of_layer.imbalance:
+                by_source[_unconverted(ends, maker)] = of_layer.order
+    for node in graph.nodes:
+        ends = ends_of(node) if node.op.startswith(_PRODUCT) else None
+        if ends is not None and node.outputs[0] is not None and (source := _unconverted(ends, maker)) in by_source:
+            found[node.outputs[0]] = by_source[source]
+    return found
+
+
 def _unconverted(tensor: int, maker: Mapping[int, Node]) -> int:
     """The tensor that a tensor has the numbers of: each product may convert what it is given."""
     while (node := maker.get(tensor)) is not None and node.op.split(".")[1] in _SAME_NUMBERS:

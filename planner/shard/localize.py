@@ -5,25 +5,28 @@ tensor of the whole graph has the same index in it, with the shape of what a ran
 otherwise come after them.
 """
 
+import re
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from planner.errors import PlanError
-from planner.graph import Arg, Block, Graph, Node, Ref, Tensor, reads
+from planner.graph import Arg, Block, Graph, Node, Ref, RowOrder, Tensor
 from planner.shard.placement import (
+    E,
     Option,
     Placement,
     R,
     Sharding,
     conversion,
-    differentiable,
     divides,
     effective,
     local_shape,
     operands_of,
 )
+from planner.shard.writes import Groups, Writes
 
+_ORDER = re.compile(r"@[\d.]+")  # of experts, in the text of a placement
 # Conversions whose result is the very tensor, seen anew.
 _SAME_STORAGE = ("planner.copy.default", "planner.unshare.default")
 
@@ -73,29 +76,6 @@ def localize(graph: Graph, shardings: Sequence[Sharding], degree: int, *, axis: 
     return rewrite.result(shardings)
 
 
-class _Groups:
-    """Tensors that may share their storage; a group is named by the first of its tensors."""
-
-    def __init__(self, nodes: Iterable[Node] = ()) -> None:
-        self._before: dict[int, int] = {}
-        for node in nodes:
-            self.add(node)
-
-    def add(self, node: Node) -> None:
-        """What a node makes of what it aliases."""
-        for operand in node.aliases:
-            for made in node.outputs:
-                if made is not None:
-                    one, two = sorted((self.find(operand), self.find(made)))
-                    self._before[two] = one
-
-    def find(self, tensor: int) -> int:
-        """The name of its group."""
-        while self._before.get(tensor, tensor) != tensor:
-            tensor = self._before[tensor]
-        return tensor
-
-
 @dataclass(slots=True)
 class _Scope:
     """What is known inside of one block: by which tensor something is had in a placement.
@@ -116,16 +96,9 @@ class _Rewrite:
         self._graph = graph
         self._degree = degree
         self._axis = axis
-        self._moving = differentiable(graph)
-        groups = _Groups(graph.nodes)
-        touched = {t for node in graph.nodes for t in (*reads(node), *node.outputs) if t is not None}
-        self._group = {tensor: groups.find(tensor) for tensor in touched}
-        live = sorted({*graph.prelude.nodes, *(i for block in graph.blocks for i in block.nodes)})
-        # the last node that writes what a storage holds, that reads a tensor; results of the model are read after all
-        self._written = {self._group.get(t, t): i for i in live for t in graph.nodes[i].mutates}
-        self._last_read = {t: i for i in live for t in reads(graph.nodes[i])}
-        self._last_read |= dict.fromkeys(_results(graph), len(graph.nodes))
-        self._maker = {t: i for i, node in enumerate(graph.nodes) for t in node.outputs if t is not None}
+        self._writes = Writes(graph)
+        self._moving, self._group = self._writes.moving, self._writes.group
+        self._maker, self._last_read = self._writes.maker, self._writes.last_read
         self._tensors = list(graph.tensors)
         self._nodes: list[Node] = []
         self._names = Counter(tensor.name for tensor in graph.tensors)
@@ -133,7 +106,7 @@ class _Rewrite:
         self._after: dict[int, list[int]] = {}  # block -> conversions at its end
         self._stored: dict[int, Placement] = {}
         self._made_as: dict[int, int] = {}  # what is handed on otherwise than it is made -> the tensor that is made
-        self._shared = _Groups()  # of the rank's graph
+        self._shared = Groups()  # of the rank's graph
         self._copies: list[int] = []  # made by conversions that move nothing: nobody may write into their storage
         self._scopes: list[_Scope] = []
         self._position = 0
@@ -293,7 +266,8 @@ class _Rewrite:
     def _is_written_later(self, tensor: int) -> bool:
         """Whether a node that is still to come writes what `tensor` may share its storage with."""
         group = self._group.get(tensor, tensor)
-        return group in self._written and self._written[group] not in self._new_nodes
+        written = self._writes.last_write.get(group)
+        return written is not None and written not in self._new_nodes
 
     def _convert(self, tensor: int, source: Placement, target: Placement, node: Node, into: int | None) -> int:
         """A node that converts; `into` is a tensor of the whole graph that it makes, else a new one."""
@@ -337,7 +311,8 @@ class _Rewrite:
         return len(self._tensors) - 1
 
     def _local(self, described: Tensor, placement: Placement) -> Tensor:
-        return replace(described, shape=local_shape(described.shape, placement, self._degree))
+        order = RowOrder("sent") if placement == E else described.order
+        return replace(described, shape=local_shape(described.shape, placement, self._degree), order=order)
 
     def _made(self, tensor: int, placement: Placement | None, node: Node) -> int | None:
         """Take down how an output is; None where nothing reads it."""
@@ -365,22 +340,10 @@ class _Rewrite:
         Raises:
             PlanError: what it writes is read later; it must be written where it is.
         """
-        described = self._graph.tensors[tensor]
-        namespace, _, rest = op.partition(".")
-        packet, _, overload = rest.partition(".")
-        refused = f"{node.source}: {op} writes into {described.name}, which would have to be converted before"
-        if described.kind != "activation" or not packet.endswith("_"):
-            raise PlanError(f"{refused}; a tensor that is written must be used as it is placed")
-        group = self._group.get(tensor, tensor)
-        earlier = {t for t, g in self._group.items() if g == group and self._maker.get(t, -1) < index} | {tensor}
-        for other in sorted(earlier):
-            if self._last_read.get(other, -1) > index:
-                raise PlanError(
-                    f"{refused}, but {self._graph.tensors[other].name} is read again later and must see what was "
-                    "written"
-                )
-        if packet == "copy_" and any(t in self._moving for t in (*reads(node), *node.mutates)):
-            raise PlanError(f"{refused}, and without writing in place it has no derivative")
+        if reason := self._writes.needs_its_storage(index, tensor):
+            name = self._graph.tensors[tensor].name
+            raise PlanError(f"{node.source}: {op} writes into {name}, which would have to be converted before{reason}")
+        namespace, packet, overload = op.split(".")
         return f"{namespace}.{packet.removesuffix('_')}.{overload}"
 
     # --- what goes out ---
@@ -416,7 +379,7 @@ class _Rewrite:
         blocks = []
         for position, (block, sharding) in enumerate(zip(graph.blocks, shardings, strict=True)):
             nodes = [n for i in block.nodes for n in self._new_nodes[i]] + self._after.get(position, [])
-            key = (block.class_index, text(sharding))
+            key = (block.class_index, _without_orders(text(sharding)))
             index = classes.setdefault(key, len(classes))
             blocks.append(replace(block, nodes=tuple(nodes), class_index=index))
         local = replace(
@@ -437,6 +400,11 @@ def text(sharding: Sharding) -> tuple[tuple[str, ...], ...]:
     """A sharding in words that equal blocks share: its options, then parameters, buffers, inputs and outputs."""
     parts = (sharding.options, sharding.parameters, sharding.buffers, sharding.inputs, sharding.outputs)
     return tuple(tuple(str(item) for item in part) for part in parts)
+
+
+def _without_orders(words: tuple[tuple[str, ...], ...]) -> tuple[tuple[str, ...], ...]:
+    """The text of a sharding, whichever experts a rank has: blocks that cost the same."""
+    return tuple(tuple(_ORDER.sub("", word) for word in part) for part in words)
 
 
 def _results(graph: Graph) -> tuple[int, ...]:

@@ -18,8 +18,8 @@ def pieces(placement: Placement, degree: int, rank: int) -> tuple[Span, ...]:
 
     >>> pieces(Placement.parse("S0*3[64]"), 2, 1)
     ((32, 64), (96, 128), (160, 192))
-    >>> pieces(Placement.parse("S0[64]"), 4, 1)
-    ((16, 32),)
+    >>> pieces(Placement.parse("S0[64]"), 4, 1), pieces(Placement.parse("S0[4@3.0.1.2]"), 2, 0)
+    (((16, 32),), ((3, 4), (0, 1)))
 
     Raises:
         ValueError: the placement is no S, or has a batch.
@@ -28,6 +28,9 @@ def pieces(placement: Placement, degree: int, rank: int) -> tuple[Span, ...]:
     if not placement.is_split or len(sizes) < len(placement.parts) or isinstance(placement.repeats, Batch):
         raise ValueError(f"{placement} does not split a dim of fixed size")
     found: list[Span] = []
+    if placement.order:
+        own = len(placement.order) // degree
+        return _joined((one, one + 1) for one in placement.order[rank * own : (rank + 1) * own])
     start = 0
     for size in sizes * placement.repeats:
         piece = size // degree

@@ -7,8 +7,9 @@
     S     a part of a dim   the same part           split
     L     of own tokens     the same                local
     D     of own experts    the same                dispatched
+    E     of own experts    the same                sent (axis `ep` alone)
 
-A tensor that has no gradient is R, P, S, L or D. Other pairs (both partial) do not occur: sum one of the two first.
+A tensor that has no gradient is R, P, S, L, D or E. Other pairs (both partial) do not occur: sum one of the two first.
 
 The split of a dim is described by the `parts` that it is made of, one after the other, `repeats` times: each part is
 cut into as many equal pieces as there are ranks, and a rank holds its piece of every part. A plain split has one part,
@@ -21,6 +22,10 @@ places in this order, how many there are of each expert. It has the split of the
 rows of two splits never meet. D are the rows of the experts that a rank has, experts one after the other. How many
 they are depends on the values; sizes are those of balanced experts. Without parts they are the rows of all tokens in
 the order of the whole; with parts, those that were sent by the ranks that have the tokens, which are split so.
+
+Ranks of `ep` have samples of their own, as all data ranks do: there R is what a rank has of these, S is of parameters
+alone, and E are the rows that came to a rank's experts from all ranks; balanced, as many as it has itself. There are no
+conversions on this axis, and gradients of what is R are added up as those of other data ranks are.
 """
 
 import re
@@ -32,17 +37,18 @@ from typing import Literal
 from planner.errors import PlanError
 from planner.graph import Arg, Batch, Graph, Node, Size, Tensor, reads
 
-Kind = Literal["R", "Q", "P", "S", "L", "D"]
+Kind = Literal["R", "Q", "P", "S", "L", "D", "E"]
 
 
 @dataclass(frozen=True, slots=True, order=True)
 class Placement:
-    """One of the six kinds; for S, L and D also the dim and what it is made of (see the module docstring)."""
+    """One of the seven kinds; for S, L and D also the dim and what it is made of (see the module docstring)."""
 
     kind: Kind
     dim: int = 0
     parts: tuple[Size, ...] = ()
     repeats: Size = 1
+    order: tuple[int, ...] = ()  # of an S of experts: in which ranks have them one after the other; () = as they are
 
     @property
     def is_split(self) -> bool:
@@ -51,36 +57,41 @@ class Placement:
 
     @property
     def is_part(self) -> bool:
-        """Whether ranks hold different elements: S, L or D."""
-        return self.kind in ("S", "L", "D")
+        """Whether ranks hold different elements of one whole: S, L, D or E."""
+        return self.kind in ("S", "L", "D", "E")
 
     def __str__(self) -> str:
         if not self.parts:
             return self.kind
         repeats = "" if self.repeats == 1 else f"*{_size_text(self.repeats)}"
-        return f"{self.kind}{self.dim}{repeats}[{','.join(map(_size_text, self.parts))}]"
+        order = f"@{'.'.join(map(str, self.order))}" if self.order else ""
+        return f"{self.kind}{self.dim}{repeats}[{','.join(map(_size_text, self.parts))}{order}]"
 
     @classmethod
     def parse(cls, text: str) -> "Placement":
         """The inverse of `str`.
 
-        >>> [str(Placement.parse(text)) for text in ("S0*B[128]", "S2[64,32,32]", "Q", "D", "L0*B[128]")]
-        ['S0*B[128]', 'S2[64,32,32]', 'Q', 'D', 'L0*B[128]']
+        >>> [str(Placement.parse(text)) for text in ("S0*B[128]", "S2[64,32,32]", "E", "S0[4@2.0.1.3]")]
+        ['S0*B[128]', 'S2[64,32,32]', 'E', 'S0[4@2.0.1.3]']
 
         Raises:
             PlanError: the text is no placement.
         """
-        if text in ("R", "Q", "P", "D"):
+        if text in ("R", "Q", "P", "D", "E"):
             return cls(text)  # type: ignore[arg-type]
-        match = re.fullmatch(r"([SLD])(\d{1,3})(?:\*(\d{0,12}B?))?\[(\d{0,12}B?(?:,\d{0,12}B?)*)\]", text)
+        sizes_text = r"(\d{0,12}B?(?:,\d{0,12}B?)*)"
+        match = re.fullmatch(rf"([SLD])(\d{{1,3}})(?:\*(\d{{0,12}}B?))?\[{sizes_text}(?:@([\d.]+))?\]", text)
         sizes = [] if match is None else [match[3] or "1", *match[4].split(",")]
         if match is None or "" in sizes:
-            raise PlanError(f"{text!r} is no placement: it must be R, Q, P, D or such as S1[128]")
+            raise PlanError(f"{text!r} is no placement: it must be R, Q, P, D, E or such as S1[128]")
         kind, dim = match[1], int(match[2])
-        return cls(kind, dim, tuple(_size_of(size) for size in sizes[1:]), _size_of(sizes[0]))  # type: ignore[arg-type]
+        order = tuple(int(number) for number in (match[5] or "").split(".") if number)
+        if order and (kind != "S" or sorted(order) != list(range(int(match[4]) if match[4].isdigit() else 0))):
+            raise PlanError(f"{text!r} is no placement: behind the @ must be every number of the dim once")
+        return cls(kind, dim, tuple(_size_of(size) for size in sizes[1:]), _size_of(sizes[0]), order)  # type: ignore[arg-type]
 
 
-R, Q, P = Placement("R"), Placement("Q"), Placement("P")
+R, Q, P, E = Placement("R"), Placement("Q"), Placement("P"), Placement("E")
 
 
 def _size_text(size: Size) -> str:
@@ -154,13 +165,13 @@ def local_size(size: Size, degree: int) -> Size:
 
 
 def local_shape(shape: Sequence[Size], placement: Placement, degree: int) -> tuple[Size, ...]:
-    """What a rank holds of a tensor of `shape`; for D, with balanced experts.
+    """What a rank holds of a tensor of `shape`; for D and E, with balanced experts.
 
     >>> local_shape((Batch(1), 12, 8), split(1, [12]), 4)
     (Batch(per_sample=1), 3, 8)
     """
     is_counted = placement.kind == "L" and not any(isinstance(size, Batch) for size in shape)  # one of each expert
-    if not placement.is_part or is_counted:
+    if not placement.is_part or placement.kind == "E" or is_counted:
         return tuple(shape)
     return tuple(local_size(s, degree) if d == placement.dim else s for d, s in enumerate(shape))
 

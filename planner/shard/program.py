@@ -22,13 +22,14 @@ nearly always integral. `_Choice.cost` is the same objective without the solver:
 
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from math import prod
 
 from planner.errors import PlanError, SolverError
 from planner.graph import DTYPE_BYTES, Arg, Batch, Block, Graph, Node, Ref, reads
 from planner.highs import Program, Terms, Variable
+from planner.shard.outer import conversion_seconds, is_outer
 from planner.shard.placement import (
     Collective,
     Option,
@@ -37,13 +38,13 @@ from planner.shard.placement import (
     R,
     Sharding,
     conversion,
-    differentiable,
     effective,
     operands_of,
 )
 from planner.shard.rules import options
 from planner.shard.rules.special import DISPATCHED, OF_EXPERTS, inner_collectives
 from planner.shard.work import LOOKS_UP, base_name, flop_of, kept_by, size_at
+from planner.shard.writes import Writes
 
 _MICROSECONDS = 1e6  # what the solver sees: its tolerances are absolute
 _NODE_LIMIT = 2_000
@@ -63,6 +64,7 @@ class Prices:
 
     `collective_seconds` takes bytes as `planner.collectives` counts them. `expert_imbalance` is the load of the rank
     whose experts have the most rows, in units of the mean over ranks (`planner.shard.loads` has it of measured ones).
+    `outer_seconds` are those of collectives on axes, by name, that have split the graph before.
     """
 
     flop_per_second: float
@@ -73,6 +75,7 @@ class Prices:
     num_microbatches: int
     seconds_per_saved_byte: float = 0.0
     expert_imbalance: float = 1.0
+    outer_seconds: Mapping[str, Callable[[Collective, float], float]] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -205,7 +208,7 @@ class _Use:
     node: int | None
     position: int
     takes: tuple[Placement, ...]
-    as_made: bool = False  # written in place before or by this: a converted copy would miss that
+    as_made: bool = False  # it is written in place (planner.shard.writes)
 
 
 class _Problem:
@@ -225,7 +228,8 @@ class _Problem:
         self.replicated = frozenset(replicated)
         self.whole_parameters = whole_parameters
         self.fixed = dict(fixed or {})
-        self.gradients = differentiable(graph)
+        self.writes = Writes(graph)
+        self.gradients = self.writes.moving
         self.kinds = _kinds(graph, self.gradients, self.fixed)
         self.group_of, self.groups = self._grouped()
         self.pinned = {t for d in graph.divisors for t in (d.tensor, *(t for t, _ in d.sums))}
@@ -325,35 +329,22 @@ class _Problem:
         """Consumers of every tensor in a block."""
         block = kind.block
         uses: dict[int, list[_Use]] = defaultdict(list)
-        frozen_at = self._frozen(block)
+        alike = [self.graph.blocks[member] for member in kind.members]
         for place, index in enumerate(block.nodes):
+            others = [self.graph.nodes[one.nodes[place]] for one in alike]
             for position, t in enumerate(operands_of(self.graph.nodes[index])):
                 takes = tuple(dict.fromkeys(o.operands[position] for o in self.options[index]))
-                uses[t].append(_Use(index, position, takes, as_made=frozen_at.get(t, place + 1) <= place))
-        for t in block.outputs:
+                as_made = any(
+                    self.writes.takes_as_made(one.nodes[place], operands_of(other)[position])
+                    for one, other in zip(alike, others, strict=True)
+                )
+                uses[t].append(_Use(index, position, takes, as_made=as_made))
+        for place, t in enumerate(block.outputs):
             if t in kind.maker:
                 takes = self.groups[self.group_of[t]].candidates
-                uses[t].append(_Use(None, 0, takes, as_made=t in frozen_at))
+                as_made = any(self.writes.is_handed_on_as_made(one.outputs[place]) for one in alike)
+                uses[t].append(_Use(None, 0, takes, as_made=as_made))
         return dict(uses)
-
-    def _frozen(self, block: Block) -> dict[int, int]:
-        """From which place in the block on a tensor must be taken as it was made: its storage is written there."""
-        base: dict[int, int] = {}
-        born: dict[int, int] = {}
-        frozen: dict[int, int] = {}
-        for place, index in enumerate(block.nodes):
-            node = self.graph.nodes[index]
-            written = {base.get(t, t) for t in node.mutates}
-            older = {*reads(node), *node.mutates, *born}
-            for t in older:
-                if base.get(t, t) in written and born.get(t, -1) < place:
-                    frozen.setdefault(t, place)
-            source = next((base.get(t, t) for t in node.aliases), None)
-            for made in node.outputs:
-                if made is not None:
-                    born[made] = place
-                    base[made] = made if source is None else source
-        return frozen
 
     def _prune(self) -> None:
         """Drop options whose operands nothing becomes, or whose outputs become nothing that is taken."""
@@ -475,6 +466,7 @@ class _Problem:
 
     def _seconds_of(self, node: Node, option: Option) -> float:
         communicating = self._inner_seconds(option) + self._sorting_seconds(node, option)
+        communicating += self._outer_seconds(node, option)
         if node.aliases and not node.mutates:
             return communicating
         prices = self.prices
@@ -499,6 +491,15 @@ class _Problem:
         busiest = self.prices.expert_imbalance if option.op in OF_EXPERTS else 1.0
         sizes = ((kind, size.at(self.prices.micro_batch) * busiest) for _, kind, size in inner)
         return sum(self.prices.collective_seconds(kind, num_bytes) for kind, num_bytes in sizes)
+
+    def _outer_seconds(self, node: Node, option: Option) -> float:
+        """Of a conversion that another axis has made."""
+        seconds = self.prices.outer_seconds.get(str(dict(node.kwargs).get("axis")))
+        if seconds is None or not is_outer(node):
+            return 0.0
+        (read, before), (made, after) = list(_placed(node, option))[:2]
+        moves = made in self.gradients
+        return conversion_seconds(node, self.bytes_of(read, before), self.bytes_of(made, after), seconds, moves=moves)
 
     def _sorting_seconds(self, node: Node, option: Option) -> float:
         """Of putting rows in the order of the experts that they came for, and back, forward and backward."""

@@ -14,13 +14,15 @@ _BETWEEN = re.compile(r",(?![^\[]*\])")  # a comma that is not in brackets
 _UNREAD = "-"
 
 
-def stored(shardings: Sequence[Sharding]) -> tuple[tuple[ShardingPlan, ...], tuple[int, ...]]:
-    """The distinct shardings as text in order of first use, and for each block which one it has."""
+def stored(shardings: Sequence[Sharding], axis: str = "tp") -> tuple[tuple[ShardingPlan, ...], tuple[int, ...]]:
+    """The distinct shardings of an axis as text in order of first use, and for each block which one it has."""
     found: dict[ShardingPlan, int] = {}
     of_block = []
     for sharding in shardings:
         nodes, parameters, buffers, inputs, outputs = text(sharding)
-        plan = ShardingPlan(nodes=nodes, parameters=parameters, buffers=buffers, inputs=inputs, outputs=outputs)
+        plan = ShardingPlan(
+            axis=axis, nodes=nodes, parameters=parameters, buffers=buffers, inputs=inputs, outputs=outputs
+        )
         of_block.append(found.setdefault(plan, len(found)))
     return tuple(found), tuple(of_block)
 
@@ -47,7 +49,7 @@ def restored(
         result.append(
             Sharding(
                 options=tuple(
-                    _option(graph, block, node, words, degree, moving)
+                    _option(graph, block, node, words, degree, moving, plan.axis)
                     for node, words in zip(block.nodes, plan.nodes, strict=True)
                 ),
                 parameters=tuple(map(Placement.parse, plan.parameters)),
@@ -66,7 +68,9 @@ def _check_lengths(block: Block, plan: ShardingPlan) -> None:
             raise PlanError(f"block {block.name} has {there} {name}, its sharding {given}; plan again")
 
 
-def _option(graph: Graph, block: Block, index: int, words: str, degree: int, moving: frozenset[int]) -> Option:
+def _option(
+    graph: Graph, block: Block, index: int, words: str, degree: int, moving: frozenset[int], axis: str
+) -> Option:
     """The option of a node that has the placements in `words`."""
     node = graph.nodes[index]
     operands, outputs = placements_of(words)
@@ -77,7 +81,7 @@ def _option(graph: Graph, block: Block, index: int, words: str, degree: int, mov
     ):
         if tensor is not None and placement is not None and placement.is_part:
             seeds.setdefault(tensor, []).append(placement)
-    for option in options(node, graph.tensors, degree, seeds, moving):
+    for option in options(node, graph.tensors, degree, seeds, moving, axis):
         if (option.operands, option.outputs) == (operands, outputs):
             return option
     raise PlanError(

@@ -24,6 +24,8 @@ _MEANINGS: dict[tuple[str, int], tuple[str, ...]] = {
     ("batch_norm", 1): ("channels",),
     ("batch_norm", 2): ("channels",),
     ("_grouped_mm", 1): ("experts", "input features", "output features"),
+    ("dispatched_experts_mm", 1): ("experts", "input features", "output features"),
+    ("rows_of_experts", 0): ("experts", "features"),
 }
 _SAME = {
     "conv1d": "convolution", "conv2d": "convolution", "conv3d": "convolution", "native_layer_norm": "layer_norm",
@@ -60,6 +62,8 @@ def layout_words(placement: Placement) -> str:
 
 
 def _parts_words(placement: Placement) -> str:
+    if placement.order:
+        return f", in the order {' '.join(map(str, placement.order))}"
     repeats = placement.repeats.per_sample if isinstance(placement.repeats, Batch) else placement.repeats
     count = len(placement.parts) * repeats
     return f", each of its {count} parts" if count > 1 else ""

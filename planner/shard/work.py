@@ -7,7 +7,7 @@ node are compared.
 from collections.abc import Collection, Iterator, Sequence
 from math import prod
 
-from planner.graph import Batch, Node, Ref, Size, Tensor
+from planner.graph import CONVERSIONS, Batch, Node, Ref, Size, Tensor
 from planner.shard.placement import operands_of
 
 # Operators that are linear in all operands together, or keep a mask at most.
@@ -24,6 +24,9 @@ _GROUPED = ("_grouped_mm", "grouped_mm_fallback")
 _PRODUCTS = {
     "mul", "linear", "mm", "bmm", "matmul", "addmm", "baddbmm", "einsum", "convolution", "conv1d", "conv2d", "conv3d",
     "conv_transpose1d", "conv_transpose2d", "conv_transpose3d", *_GROUPED, "outer", "addcmul", "dot", "mv",
+}  # fmt: skip
+_ATTENTION = {
+    "scaled_dot_product_attention", "causal_attention", "balanced_causal_attention", "shared_heads_attention",
 }  # fmt: skip
 _KEEPS_OUTPUT = {
     "softmax", "_softmax", "log_softmax", "_log_softmax", "relu", "sigmoid", "tanh", "exp", "sqrt", "rsqrt",
@@ -43,9 +46,11 @@ def kept_by(node: Node, tensors: Sequence[Tensor], gradients: Collection[int]) -
     name, operands = base_name(node), operands_of(node)
     made = [t for t in node.outputs if t is not None]
     is_view = bool(node.aliases) and not node.mutates
+    if node.op.startswith("planner.") and name in CONVERSIONS:
+        return
     if is_view or name in _KEEPS_NOTHING or not any(t in gradients for t in (*made, *node.mutates)):
         return
-    if name in _KEEPS_OUTPUT or name == "scaled_dot_product_attention":
+    if name in _KEEPS_OUTPUT or name in _ATTENTION:
         yield from ((t, None) for t in made[:1])
     if name in _KEEPS_OUTPUT:
         return
@@ -79,8 +84,9 @@ def flop_of(node: Node, tensors: Sequence[Tensor], micro_batch: int) -> float:
     if name.startswith("conv"):
         is_transposed = "transpose" in name or (name == "convolution" and node.args[6:7] == (True,))
         return 2.0 * (prod(shapes[0]) if is_transposed else elements) * prod(shapes[1][1:])
-    if name == "scaled_dot_product_attention":
+    if name in _ATTENTION:
         is_causal = (*node.args[5:6], *(value for key, value in node.kwargs if key == "is_causal")) == (True,)
+        is_causal = name == "balanced_causal_attention" or (is_causal and name != "causal_attention")  # that has a mask
         return 4.0 * elements * shapes[1][-2] * (0.5 if is_causal else 1.0)
     if name == "einsum" and isinstance(node.args[0], str):
         return _einsum_flop(node, tensors, micro_batch)

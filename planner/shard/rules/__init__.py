@@ -7,20 +7,24 @@ views         splits through the factors of shapes
 convolution   convolutions, pooling, norms of channels
 indexing      selecting, joining, sorting
 experts       grouped products
+nested        what communicates over another axis
+own_samples   what the ranks of `ep` do, which have samples of their own
 special       what operators of `planner.*` communicate inside
 
 A new operator is one line of a table; `tests/test_shard_rules.py` proves every operator of the tables.
 """
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import replace
 
 from planner.graph import Node, Tensor
-from planner.shard.placement import Option, Placement
-from planner.shard.rules import convolution, experts, indexing, matmul, pointwise, views
+from planner.shard.placement import Option, Placement, operands_of
+from planner.shard.rules import convolution, experts, indexing, matmul, nested, own_samples, pointwise, views
 from planner.shard.rules.call import Call, Rule, options_of
 
 TABLE: Mapping[str, Rule] = {
     **pointwise.TABLE, **views.TABLE, **matmul.TABLE, **convolution.TABLE, **indexing.TABLE, **experts.TABLE,
+    **nested.TABLE,
 }  # fmt: skip
 
 
@@ -56,14 +60,22 @@ def options(
     degree: int,
     seeds: Mapping[int, Collection[Placement]] = {},
     gradients: Collection[int] = frozenset(),
+    axis: str = "tp",
 ) -> tuple[Option, ...]:
-    """Every way to run a node on `degree` ranks, the replicated one first.
+    """Every way to run a node on `degree` ranks of a mesh axis, the replicated one first.
 
     `seeds` are splits that the node's neighbours may have, by tensor: each that the rule allows gives an option. Splits
     of a whole dim that is no batch are always given. `gradients` are the tensors that a gradient flows through; others
-    are R where these would be Q.
+    are R where these would be Q. On `ep` ranks have samples of their own, and only experts are split.
     """
-    return options_of(Call(node, tensors, degree, seeds, gradients), _allowed)
+    if axis == "ep":
+        plain = {t: [replace(seed, order=()) for seed in found] for t, found in seeds.items()}
+        whole = options_of(Call(node, tensors, degree, plain, frozenset()), _allowed)
+        return own_samples.options(node, tensors, degree, seeds, whole)
+    found = options_of(Call(node, tensors, degree, seeds, gradients), _allowed)
+    touched = (*operands_of(node), *(t for t in node.outputs if t is not None))
+    sent = {t for t in touched if (order := tensors[t].order) is not None and order.form == "sent"}
+    return experts.of_sent(node, found, sent) if sent else found
 
 
 def _allowed(call: Call) -> Iterator[Option]:

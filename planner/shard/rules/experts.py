@@ -10,10 +10,23 @@ Tracing has proven of the tensors that are marked (`Tensor.order`) that each of 
 So any operator between them may be run on the rows of a rank's own tokens, or of its experts, whatever it is.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import replace
 
-from planner.graph import DTYPE_BYTES, Arg, Batch, Ref, Size, refs
-from planner.shard.placement import Option, P, Placement, Q, divides, is_floating, local_size, split, times, total_size
+from planner.graph import DTYPE_BYTES, Arg, Batch, Node, Ref, Size, refs
+from planner.shard.placement import (
+    Option,
+    P,
+    Placement,
+    Q,
+    divides,
+    is_floating,
+    local_size,
+    operands_of,
+    split,
+    times,
+    total_size,
+)
 from planner.shard.rules.call import AS_IT_IS, Call, Rewritten, Rule
 from planner.shard.rules.pointwise import partial_in
 from planner.shard.rules.special import DISPATCHED, MASKED, ROWS_OF_EXPERTS
@@ -39,7 +52,7 @@ def grouped_mm(call: Call) -> Iterator[Option]:
     if not isinstance(num_experts, int) or num_experts % call.degree:
         return
     spread = split(0, [num_experts])
-    is_ordered = all(_form(call, t) == form for t, form in ((rows, "rows"), (made, "rows"), (ends, "ends")))
+    is_ordered = all(form_of(call, t) == form for t, form in ((rows, "rows"), (made, "rows"), (ends, "ends")))
 
     def product(op: str, source: Placement, target: Placement, counted: Placement) -> Option:
         flags = (source.kind != "D", target.kind != "D", _own(num_rows, counted, call.degree))
@@ -78,11 +91,11 @@ def _own(num_rows: Size, counted: Placement, degree: int) -> Size:
 def in_order(call: Call) -> Iterator[Option]:
     """Options of any node that makes, uses or undoes an order of rows that cancels out."""
     touched = [*call.operands, *(t for t in call.node.outputs if t is not None)]
-    if not call.operands or call.name == "_grouped_mm" or all(_form(call, t) is None for t in touched):
+    if not call.operands or call.name == "_grouped_mm" or all(form_of(call, t) is None for t in touched):
         return
     first = call.operands[0]
-    made = [_form(call, t) for t in call.node.outputs if t is not None]
-    if _form(call, first) is None and call.name in ("sort", "argsort", "sum", "histc") and all(made):
+    made = [form_of(call, t) for t in call.node.outputs if t is not None]
+    if form_of(call, first) is None and call.name in ("sort", "argsort", "sum", "histc") and all(made):
         yield from _begun(call, first)
     elif call.name.rstrip("_") in ("index", "index_select", "embedding"):
         yield from _picked(call)
@@ -92,7 +105,8 @@ def in_order(call: Call) -> Iterator[Option]:
         yield from _kept(call)
 
 
-def _form(call: Call, tensor: int) -> str | None:
+def form_of(call: Call, tensor: int) -> str | None:
+    """What a tensor is in an order of rows that cancels out; None for others."""
     order = call.tensors[tensor].order
     return None if order is None else order.form
 
@@ -119,13 +133,13 @@ def _picked(call: Call) -> Iterator[Option]:
         return
     (index,) = others
     order = call.tensors[index].order
-    if order is not None and order.form == "places" and _form(call, table) is None and call.tensors[table].is_batched:
+    if order is not None and order.form == "places" and form_of(call, table) is None and call.tensors[table].is_batched:
         for rows in _scaled(call, table, order.group):
             yield call.option({table: rows, index: _local(rows, order.group)}, [_local(rows, order.group)])
     if order is not None and order.form == "keys" and not call.tensors[table].is_batched:
         yield from _of_experts(call, table, index)
     for local in _local_splits(call):
-        if order is not None and order.form == "inverse" and _form(call, table) is not None:
+        if order is not None and order.form == "inverse" and form_of(call, table) is not None:
             yield call.option({table: local, index: local}, [split(0, local.parts, local.repeats)])
         elif order is not None and order.form in ("rows", "keys") and not call.tensors[table].is_batched:
             yield call.option({table: Q, index: local}, [local])
@@ -172,7 +186,7 @@ def _put(call: Call) -> Iterator[Option]:
     """`inverse[places] = numbers of all rows`: of a rank's own rows, which it numbers itself."""
     target, made = call.operand(0), call.output
     indices = list(refs(call.arg(1)))  # numbers of tensors
-    if target is None or made is None or len(indices) != 1 or _form(call, made) != "inverse":
+    if target is None or made is None or len(indices) != 1 or form_of(call, made) != "inverse":
         return
     is_written = call.name.endswith("_")
     op = "planner.put_inverse_order.default" if is_written else "planner.inverse_order.default"
@@ -184,17 +198,17 @@ def _put(call: Call) -> Iterator[Option]:
 
 def _kept(call: Call) -> Iterator[Option]:
     """Whatever is done to each row alone."""
-    ordered = [t for t in call.operands if _form(call, t) is not None]
+    ordered = [t for t in call.operands if form_of(call, t) is not None]
     if not ordered or any(call.tensors[t].is_batched for t in call.operands if t not in ordered):
         return
     touched = [*ordered, *(t for t in call.node.outputs if t is not None)]
     for local in _local_splits(call):
-        if (rewritten := _resized(call, local)) is not None:
+        if (rewritten := resized(call, local)) is not None:
             yield _all_as(call, ordered, local, rewritten)
-    if all(_form(call, t) == "rows" for t in touched):
+    if all(form_of(call, t) == "rows" for t in touched):
         sent = (Placement("D", 0, local.parts, local.repeats) for local in _local_splits(call))
         for here in (Placement("D"), *sent):
-            if (rewritten := _resized(call, here)) is not None:
+            if (rewritten := resized(call, here)) is not None:
                 yield _all_as(call, ordered, here, rewritten)
 
 
@@ -203,12 +217,12 @@ def _all_as(call: Call, ordered: list[int], placement: Placement, rewritten: Rew
     return call.option(operands, [placement] * len(call.node.outputs), rewritten)
 
 
-def _resized(call: Call, placement: Placement) -> Rewritten | None:
+def resized(call: Call, placement: Placement) -> Rewritten | None:
     """The call on the rows of one rank, of which there are other numbers; None where an argument hides the number."""
     made = call.output
     if call.name in _WITH_SIZES and made is not None:
         sizes: tuple[Arg, ...] = call.local(made, placement)
-        if placement.kind == "D":
+        if placement.kind in ("D", "E"):
             sizes = (-1, *sizes[1:])
         return Rewritten(args=(call.node.args[0], sizes))
     if call.name == "slice":  # of other dims, or of all rows
@@ -221,4 +235,41 @@ def _has_batch(arg: Arg) -> bool:
     return isinstance(arg, Batch) or (isinstance(arg, tuple) and any(_has_batch(item) for item in arg))
 
 
-TABLE: Mapping[str, Rule] = {"aten._grouped_mm": grouped_mm}
+def of_sent(node: Node, options: Sequence[Option], sent: Collection[int]) -> tuple[Option, ...]:
+    """Options of a node that uses rows which came to a rank's experts over `ep`: no rule may count on their number."""
+    first = operands_of(node)
+    result = []
+    for option in options:
+        placed = (*zip(first, option.operands, strict=True), *zip(node.outputs, option.outputs, strict=True))
+        if any(t in sent and p is not None and p.is_part and (not p.is_split or p.dim == 0) for t, p in placed):
+            continue
+        sizes = option.args[1] if len(option.args) > 1 else None
+        if node.op.split(".")[1] in _WITH_SIZES and isinstance(sizes, tuple):
+            option = replace(option, args=(option.args[0], (-1, *sizes[1:]), *option.args[2:]))
+        result.append(option)
+    return tuple(result)
+
+
+def sent_product(call: Call) -> Iterator[Option]:
+    """A product of rows that travel over `ep`, on ranks that have the same tokens: split by features."""
+    rows, matrices = call.operand(0), call.operand(1)
+    if rows is None or matrices is None:
+        return
+    for option in call.einsum([(rows, [None, "i"]), (matrices, [None, "i", "o"])], [[None, "o"]]):
+        if _is_aligned(call, matrices, option.operands[call.operands.index(matrices)]):
+            yield option
+    yield from partial_in(call, rows)
+
+
+def sent_rows(call: Call) -> Iterator[Option]:
+    """What each expert adds to the rows that came over `ep`: split by features."""
+    table, made = call.operand(0), call.output
+    if table is not None and made is not None and call.rank(table) == 2:
+        yield from call.einsum([(table, [None, "f"])], [[None, "f"]])
+
+
+TABLE: Mapping[str, Rule] = {
+    "aten._grouped_mm": grouped_mm,
+    DISPATCHED.removesuffix(".default"): sent_product,
+    ROWS_OF_EXPERTS.removesuffix(".default"): sent_rows,
+}

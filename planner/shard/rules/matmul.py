@@ -9,6 +9,7 @@ from planner.graph import Arg, Ref, Size
 from planner.shard.placement import Option, P, Placement, Q, R, divides, is_floating, split
 from planner.shard.rules.call import AS_IT_IS, Call, Letters, Rewritten, Rule, Split
 from planner.shard.rules.pointwise import linear_in_one, partial_in, pointwise
+from planner.shard.rules.special import BALANCED_CAUSAL_ATTENTION
 
 _NONE, _MEAN, _SUM = 0, 1, 2  # `reduction` of losses
 
@@ -111,8 +112,9 @@ def attention(call: Call) -> Iterator[Option]:
 
     Leading dims (samples, heads) and the queries are split. Where several query heads share a head of keys and values
     (`enable_gqa`), both have their heads split, or every rank has all of the latter and a part of the queries of each
-    (`S1*kv[queries per kv]`), or the kv heads of a contiguous part of the query heads. A causal mask of a part of the
-    queries is one that the operator makes.
+    (`S1*kv[queries per kv]`), or the kv heads of a contiguous part of the query heads. Causal attention of a part of
+    the queries is balanced over the ranks without a mask, where twice as many parts are equal; elsewhere the operator
+    makes a mask.
     """
     q, k, v, made = call.operand(0, "query"), call.operand(1, "key"), call.operand(2, "value"), call.output
     mask = call.operand(3, "attn_mask")
@@ -122,10 +124,13 @@ def attention(call: Call) -> Iterator[Option]:
     heads, kv_heads = (call.shape(t)[-3] if call.rank(t) > 2 else 1 for t in (q, k))
     is_grouped = heads != kv_heads
     is_causal = call.arg(5, "is_causal", False) is True
+    balanced = _balanced(call, q, k, v) if mask is None else None
 
     def rewrite(found: Split) -> Rewritten | None:
         if found.letter != "l" or not is_causal:
             return AS_IT_IS
+        if balanced is not None and found.parts == call.shape(q)[-2:-1] and found.repeats == 1:
+            return balanced
         return Rewritten(
             op="planner.causal_attention.default",
             kwargs=(*call.node.kwargs, ("parts", found.parts), ("repeats", found.repeats)),
@@ -138,9 +143,30 @@ def attention(call: Call) -> Iterator[Option]:
     if mask is not None:
         operands.append((mask, _broadcast(call.shape(mask), scores, (*leading, "l", None))))
     frozen = set(leading[-1:]) if is_grouped else set()
+    if call.node.op.startswith("planner."):  # another axis has shared out the queries
+        frozen.add("l")
     yield from call.einsum(operands, [(*leading, "l", None)], rewrite, frozen=frozen)
     if is_grouped and isinstance(heads, int) and isinstance(kv_heads, int) and kv_heads and heads % kv_heads == 0:
         yield from _grouped_heads(call, q, k, v, mask, heads, kv_heads)
+
+
+def _balanced(call: Call, q: int, k: int, v: int) -> Rewritten | None:
+    """The call that shares out causal attention equally; None where halves of the ranks' parts are not equal.
+
+    It needs as many queries as keys, and every sample's own keys and values. What is dropped is drawn inside a kernel,
+    for each of its queries: without.
+    """
+    queries, keys, values = (call.shape(t) for t in (q, k, v))
+    is_grouped = dict(call.node.kwargs).get("enable_gqa") is True
+    own = len(queries) - 2 - is_grouped  # dims that keys have as well: heads that share some need not be as many
+    length = queries[-2]
+    is_square = isinstance(length, int) and length == keys[-2] and length % (2 * call.degree) == 0
+    if not is_square or keys[:own] != queries[:own] or keys[:-1] != values[:-1] or len(keys) != len(queries):
+        return None
+    if call.arg(4, "dropout_p", 0.0) not in (0, 0.0):
+        return None
+    kept = tuple((name, arg) for name, arg in call.node.kwargs if name in ("scale", "enable_gqa"))
+    return Rewritten(op=BALANCED_CAUSAL_ATTENTION, args=(Ref(q), Ref(k), Ref(v)), kwargs=kept)
 
 
 def _grouped_heads(call: Call, q: int, k: int, v: int, mask: int | None, heads: int, kv_heads: int) -> Iterator[Option]:

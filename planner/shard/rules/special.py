@@ -10,6 +10,7 @@ from planner.shard.placement import Collective
 MASKED, DISPATCHED = "planner.masked_experts_mm.default", "planner.dispatched_experts_mm.default"
 ROWS_OF_EXPERTS = "planner.rows_of_experts.default"
 OF_EXPERTS = (MASKED, DISPATCHED, ROWS_OF_EXPERTS)  # a rank's work depends on how many rows its experts get
+BALANCED_CAUSAL_ATTENTION = "planner.balanced_causal_attention.default"
 _COMMUNICATE = ("cross_entropy", "cross_entropy_of_part", "softmax", "log_softmax")
 Inner = tuple[Literal["forward", "backward"], Collective, Affine]  # bytes as `planner.collectives` counts them
 
@@ -19,7 +20,8 @@ def inner_collectives(op: str, args: Sequence[Arg], tensors: Sequence[Tensor], d
 
     A loss over split classes gathers four numbers of each rank for each target, one over split targets sums their
     number; a softmax along a split dim gathers two numbers for each row, and its gradient sums one. Halves are
-    accumulated as float32. `tensors` are those of the whole graph.
+    accumulated as float32. Causal attention sends a rank's queries to where there is less to do, and what is made of
+    them back. `tensors` are those of the whole graph.
 
     >>> logits = Tensor(name="", shape=(Batch(6), 8), dtype="bfloat16", kind="activation")
     >>> inner_collectives("planner.cross_entropy.default", (Ref(0),), [logits], 2)
@@ -30,6 +32,8 @@ def inner_collectives(op: str, args: Sequence[Arg], tensors: Sequence[Tensor], d
     if op == ROWS_OF_EXPERTS and args[2] and isinstance(args[0], Ref):
         experts = tensors[args[0].tensor].shape[0]
         return (("forward", "all_to_all", Affine(8.0 * experts if isinstance(experts, int) else 0.0)),)
+    if op == BALANCED_CAUSAL_ATTENTION:
+        return tuple(_balanced_attention(args, tensors, degree))
     name = op.split(".")[1] if op.startswith("planner.") else ""
     if name not in _COMMUNICATE or not args or not isinstance(args[0], Ref):
         return ()
@@ -61,6 +65,17 @@ def _dispatched(args: Sequence[Arg], tensors: Sequence[Tensor], degree: int) -> 
         if moves:
             yield "forward", "all_to_all", num_bytes
             yield "backward", "all_to_all", num_bytes
+
+
+def _balanced_attention(args: Sequence[Arg], tensors: Sequence[Tensor], degree: int) -> Iterator[Inner]:
+    """A rank's queries and what is made for them, as wide as values are; backward the same the other way round."""
+    query, _, value = (tensors[arg.tensor] for arg in args if isinstance(arg, Ref))
+    of_made = replace(query, shape=(*query.shape[:-1], value.shape[-1])).num_bytes
+    sent, returned = (Affine(b.fixed / degree, b.per_sample / degree) for b in (query.num_bytes, of_made))
+    yield "forward", "all_to_all", sent
+    yield "forward", "all_to_all", returned
+    yield "backward", "all_to_all", returned
+    yield "backward", "all_to_all", sent
 
 
 def _rows_bytes(x: Tensor, dim: int, numbers: int) -> Affine:
