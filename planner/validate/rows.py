@@ -1,0 +1,178 @@
+"""Measured training runs as other people publish them: one CSV row each, read with patience.
+
+The format is that of `benchmarks/published/training.csv`, whose README says what each column means. Empty is "not
+stated"; a cell that cannot be read is a reason to refuse its row, never an error of the whole file.
+"""
+
+import csv
+import re
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from planner.errors import ProfileError
+from planner.units import GB, GIB
+
+MemoryKind = Literal["allocated", "reserved", "nvidia-smi", ""]
+Outcome = Literal["ok", "oom", "failed", ""]
+REQUIRED_COLUMNS = ("id", "gpu", "n_gpus")
+
+_COUNTS = (
+    "layers", "hidden", "heads", "kv_heads", "ffn_hidden", "vocab", "seq_len", "n_gpus", "gpus_per_node", "dp", "tp",
+    "pp", "vp_interleave", "cp", "ep", "zero_stage", "micro_batch", "global_batch",
+)  # fmt: skip
+_NUMBERS = (
+    "params_b", "gpu_mem_gb", "iter_time_s", "tokens_per_s_per_gpu", "samples_per_s", "tflops_per_gpu", "mfu",
+    "peak_mem_gb",
+)  # fmt: skip
+_FLAGS = ("sequence_parallel", "flash_attention", "compiled")
+_TEXTS = ("source", "model", "gpu", "interconnect", "activation_recompute", "offload", "precision", "notes")
+
+
+class RefusedError(Exception):
+    """Why a row has no prediction; the text is counted in the report."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Row:
+    """One measured run; names and units are those of the columns, None and "" are "not stated"."""
+
+    id: str
+    source: str = ""
+    model: str = ""
+    params_b: float | None = None
+    layers: int | None = None
+    hidden: int | None = None
+    heads: int | None = None
+    kv_heads: int | None = None
+    ffn_hidden: int | None = None
+    vocab: int | None = None
+    seq_len: int | None = None
+    gpu: str = ""
+    gpu_mem_gb: float | None = None
+    n_gpus: int | None = None
+    gpus_per_node: int | None = None
+    interconnect: str = ""
+    dp: int | None = None
+    tp: int | None = None
+    pp: int | None = None
+    vp_interleave: int | None = None
+    cp: int | None = None
+    ep: int | None = None
+    sequence_parallel: bool | None = None
+    zero_stage: int | None = None
+    activation_recompute: str = ""
+    offload: str = ""
+    precision: str = ""
+    flash_attention: bool | None = None
+    compiled: bool | None = None
+    micro_batch: int | None = None
+    global_batch: int | None = None
+    iter_time_s: float | None = None
+    tokens_per_s_per_gpu: float | None = None
+    samples_per_s: float | None = None
+    tflops_per_gpu: float | None = None
+    mfu: float | None = None
+    peak_mem_gb: float | None = None
+    notes: str = ""
+    outcome: Outcome = ""
+    unreadable: str = ""  # what was wrong with a cell
+
+    @property
+    def prefix(self) -> str:
+        """The source's short name, the id without its number."""
+        return re.sub(r"-?\d+$", "", self.id) or self.id
+
+    @property
+    def is_inconsistent(self) -> bool:
+        """Whether the layout does not multiply to the number of GPUs, as published."""
+        return "INCONSISTENT" in self.notes
+
+    @property
+    def peak_memory_bytes(self) -> float | None:
+        """The measured peak of a GPU. The unit is the source's: GiB unless the notes say GB."""
+        if self.peak_mem_gb is None:
+            return None
+        is_decimal = re.search(r"mem_unit\s*=\s*GB\b|\bGB as printed|as printed in GB", self.notes)
+        return self.peak_mem_gb * (GB if is_decimal else GIB)
+
+    @property
+    def memory_kind(self) -> MemoryKind:
+        """What was measured; of an unknown tool all of the process, of an unknown kind what torch allocated."""
+        if self.peak_mem_gb is None:
+            return ""
+        if re.search(r"nvidia-smi|tool not stated", self.notes):
+            return "nvidia-smi"
+        stated = re.search(r"mem_kind\s*=\s*([^;]*)", self.notes)
+        if stated and re.search("reserved", stated[1]):
+            return "reserved"
+        return "allocated"
+
+    @property
+    def memory_is_of_last_rank(self) -> bool:
+        """Whether the peak is that of the last pipeline stage, not of the worst rank."""
+        return "LAST rank" in self.notes
+
+    def note(self, pattern: str) -> re.Match[str] | None:
+        """Where the notes say something."""
+        return re.search(pattern, self.notes, re.IGNORECASE)
+
+
+def read_rows(paths: Sequence[str | Path]) -> tuple[Row, ...]:
+    """All rows of all files, in order.
+
+    Raises:
+        ProfileError: a file cannot be read, or lacks the columns without which nothing can be priced.
+    """
+    return tuple(row for path in paths for row in _read_file(Path(path)))
+
+
+def _read_file(path: Path) -> Iterable[Row]:
+    try:
+        with path.open(encoding="utf-8-sig", newline="", errors="replace") as file:
+            reader = csv.DictReader(file)
+            missing = [name for name in REQUIRED_COLUMNS if name not in (reader.fieldnames or ())]
+            if missing:
+                raise ProfileError(
+                    f"{path}: has no column {', '.join(missing)}; it must be in the format of "
+                    "benchmarks/published/training.csv"
+                )
+            return [_row(cells) for cells in reader]
+    except OSError as error:
+        raise ProfileError(f"{path}: cannot be read: {error.strerror or error}") from None
+    except csv.Error as error:
+        raise ProfileError(f"{path}: is no CSV: {error}") from None
+
+
+def _row(cells: dict[str | None, object]) -> Row:
+    texts = {
+        key: (value or "").strip() for key, value in cells.items() if key and (value is None or isinstance(value, str))
+    }
+    values: dict[str, object] = {"id": texts.get("id", "") or "no-id"}
+    problems = []
+    for name in _COUNTS + _NUMBERS:
+        text = texts.get(name, "")
+        if not text:
+            continue
+        number = _number(text)
+        if number is None or number < 0 or (name in _COUNTS and number != int(number)):
+            problems.append(f"{name} is {text[:40]!r}, no number" if number is None else f"{name} is {text[:40]}")
+        else:
+            values[name] = int(number) if name in _COUNTS else number
+    for name in _FLAGS:
+        values[name] = {"y": True, "yes": True, "true": True, "n": False, "no": False, "false": False}.get(
+            texts.get(name, "").lower()
+        )
+    values |= {name: texts.get(name, "") for name in _TEXTS}
+    values["outcome"] = {"oom": "oom", "failed": "failed", "ok": "ok"}.get(texts.get("outcome", "").lower(), "")
+    values["unreadable"] = "; ".join(problems)
+    return Row(**values)  # type: ignore[arg-type]
+
+
+def _number(text: str) -> float | None:
+    try:
+        number = float(text.replace(",", ""))
+    except ValueError:
+        return None
+    return number if number == number and abs(number) != float("inf") else None

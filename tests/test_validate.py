@@ -1,0 +1,324 @@
+"""`autoplan validate`: rows with holes, cases, terms of a prediction, figures of accuracy."""
+
+import csv
+import json
+import random
+from dataclasses import asdict, replace
+
+import numpy as np
+import pytest
+
+from planner.cli import main
+from planner.costs import price
+from planner.errors import ProfileError, RunError
+from planner.plan import Mesh
+from planner.simulate import simulate
+from planner.validate import explain, validate
+from planner.validate.cases import case_of
+from planner.validate.metrics import Pair, accuracy, kendall_tau, regret
+from planner.validate.models import rank_graph
+from planner.validate.price import features, predict
+from planner.validate.rows import RefusedError, Row, read_rows
+from planner.validate.software import layer_places
+
+BASE = Row(
+    id="own-1", model="GPT tiny", layers=4, hidden=64, heads=4, vocab=256, seq_len=64, gpu="A100", gpu_mem_gb=80.0,
+    n_gpus=4, gpus_per_node=8, interconnect="NVLink", dp=2, tp=1, pp=2, zero_stage=0, activation_recompute="none",
+    precision="bf16", flash_attention=True, micro_batch=2, global_batch=32, iter_time_s=0.1,
+)  # fmt: skip
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _own_cache(tmp_path_factory):
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("cache")))
+        yield
+
+
+def row(**changes):
+    return replace(BASE, **changes)
+
+
+def seconds(**changes):
+    return predict(case_of(row(**changes))).seconds
+
+
+def cell(value):
+    return ("y" if value else "n") if isinstance(value, bool) else "" if value is None else value
+
+
+def write(path, rows):
+    names = [name for name in asdict(BASE) if name != "unreadable"]
+    with path.open("w", newline="") as file:
+        writer = csv.DictWriter(file, names)
+        writer.writeheader()
+        for each in rows:
+            writer.writerow({name: cell(getattr(each, name)) for name in names})
+    return path
+
+
+# --- rows -------------------------------------------------------------------------------------------
+
+
+def test_rows_say_in_which_unit_and_of_what_kind_memory_was_measured():
+    notes = "mem_unit=GB (1e9); mem_kind=torch max_memory_allocated on the LAST rank"
+    told = row(peak_mem_gb=2.0, notes=notes)
+    assert (told.peak_memory_bytes, told.memory_kind, told.memory_is_of_last_rank) == (2e9, "allocated", True)
+    other = row(peak_mem_gb=2.0, notes="mem_unit=GiB; mem_kind=torch max_reserved, max over all GPUs")
+    assert (other.peak_memory_bytes, other.memory_kind) == (2 * 2**30, "reserved")
+
+
+def test_a_row_with_any_cells_is_priced_or_refused(tmp_path):
+    """No traceback, whatever a cell holds."""
+    chance = random.Random(0)
+    texts = ("", "0", "-1", "3.5", "many", "1e400", "nan", "7", "ё", "16,384")
+    names = [name for name in asdict(BASE) if name not in ("id", "unreadable")]
+    good = {name: cell(value) for name, value in asdict(BASE).items()}
+    path = tmp_path / "rows.csv"
+    with path.open("w", newline="", encoding="utf-8") as file:
+        writer = csv.DictWriter(file, ["id", *names])
+        writer.writeheader()
+        for number in range(60):
+            cells = {name: good[name] for name in names} | {"id": f"odd-{number}"}
+            for name in chance.sample(names, chance.randint(1, 4)):
+                cells[name] = chance.choice(texts)
+            if cells["hidden"] != good["hidden"] or cells["seq_len"] != good["seq_len"] or cells["vocab"] == "16,384":
+                cells["layers"] = ""  # no new trace for each: this test is about reading
+            writer.writerow(cells)
+    rows = read_rows([path])
+    told = [_refusal(each) for each in rows]
+    assert 0 < sum(bool(text) for text in told) < len(rows)
+    assert all(text is None or text.strip() for text in told)
+
+
+def _refusal(each):
+    try:
+        case_of(each)
+    except RefusedError as error:
+        return str(error)
+    return None
+
+
+def test_a_file_without_the_columns_is_refused(tmp_path):
+    path = tmp_path / "other.csv"
+    path.write_text("a,b\n1,2\n")
+    with pytest.raises(ProfileError, match="no column id, gpu, n_gpus"):
+        read_rows([path])
+    with pytest.raises(ProfileError, match="cannot be read"):
+        read_rows([tmp_path / "missing.csv"])
+
+
+# --- cases ------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        ({"gpu": ""}, "GPU is not stated"),
+        ({"gpu": "mixed: 12x V100 + 4x T4"}, "several kinds"),
+        ({"layers": None}, "layers not stated"),
+        ({"seq_len": None}, "sequence length not stated"),
+        ({"notes": "INCONSISTENT as published"}, "inconsistent"),
+        ({"dp": 3}, "inconsistent"),
+        ({"global_batch": 33}, "no multiple of dp"),
+        ({"micro_batch": None}, "micro-batch is not stated"),
+        ({"model": "Llama 2 7B LoRA"}, "parameter-efficient"),
+        ({"heads": 3}, "do not divide"),
+    ],
+)
+def test_what_cannot_be_priced_is_refused_with_its_reason(changes, reason):
+    with pytest.raises(RefusedError, match=reason):
+        case_of(row(**changes))
+
+
+@pytest.mark.parametrize(
+    ("text", "gpu", "name", "cards"),
+    [
+        ("NVLink/NVSwitch intra-node; 8x 200Gb/s HDR InfiniBand per node", "A100", "infiniband-hdr", 8),
+        ("1600 Gbps RoCE per node", "A100", "roce-200g", 8),
+        ("NVLink; 4x 100Gb RoCE per node", "A100", "roce-100g", 4),
+        ("NVLink intra-node; RDMA 400 Gb/s per GPU inter-node", "H100", "infiniband-ndr", 8),
+        ("AWS p4d: 400 Gbps EFA", "A100", "efa-100g", 4),
+        ("", "H100", "infiniband-ndr", 8),
+    ],
+)
+def test_words_become_links(text, gpu, name, cards):
+    cluster = case_of(row(interconnect=text, gpu=gpu, n_gpus=16, dp=8, global_batch=128)).cluster
+    assert (cluster.num_nodes, cluster.inter_node_link.name, cluster.nics_per_node) == (2, name, cards)
+
+
+def test_stages_of_the_notes_have_degrees_of_their_own():
+    notes = (
+        "per-stage plan: stage0: 2 GPU tp=2 dp=1 ops=10 recompute=50% of ops; "
+        "stage1: 4 GPU tp=4 dp=1 ops=30 recompute=0% of ops"
+    )
+    case = case_of(row(notes=notes, n_gpus=6, dp=1, tp=None, pp=2, micro_batch=1))
+    assert [(s.tp, s.layers, s.recompute_share) for s in case.stages] == [(2, 1.0, 0.5), (4, 3.0, 0.0)]
+    prediction = predict(case)
+    assert len(prediction.peak_bytes) == 2
+    assert prediction.seconds > 0
+
+
+# --- prices -----------------------------------------------------------------------------------------
+
+
+def test_a_plan_of_stock_pytorch_costs_what_the_simulator_says():
+    """The same numbers as those of a plan that the search makes."""
+    case = case_of(row(zero_stage=2, activation_recompute="full"))
+    case = replace(
+        case, engine=replace(case.engine, name="stock", receives_all_at_once=True, memory_traffic=1.0, dispatch=1.0)
+    )
+    found = predict(case)
+    rank = rank_graph(case.key(case.stages[0]), case.spec.layers)
+    costs = price(
+        rank.graph, case.cluster, mesh=Mesh(pp=2, dp_shard=2), micro_batch=2, num_microbatches=8, schedule="1f1b",
+        precision="bf16", optimizer="adamw",
+    )  # fmt: skip
+    plain, again = (next(i for i, s in enumerate(costs.strategies) if (s.zero, s.recompute) == (2, r)) for r in (0, 1))
+    rows = [(i, again if b.kind == "block" else plain) for i, b in enumerate(rank.graph.blocks)]
+    expected = simulate(costs, [rows[:3], rows[3:]], "1f1b", 8)
+    assert found.seconds == pytest.approx(expected.step_seconds, rel=1e-9)
+    np.testing.assert_allclose(found.peak_bytes, expected.peak_bytes, rtol=1e-9)
+
+
+def test_terms_add_up():
+    prediction = predict(case_of(row(tp=2, n_gpus=8, zero_stage=1, activation_recompute="full")))
+    assert prediction.terms.total_seconds == pytest.approx(prediction.seconds, rel=1e-12)
+    assert min(asdict(prediction.terms).values()) >= -1e-12
+    assert prediction.terms.tp_seconds > 0
+    assert prediction.memory.allocated_bytes == pytest.approx(max(prediction.peak_bytes), rel=1e-12)
+    assert min(asdict(prediction.memory).values()) >= 0
+
+
+def matmul_flop(each):
+    kernels = [kernel for stage in features(case_of(each)) for kernel in stage["kernels"]]
+    return sum(kernel["flop"] * kernel["count"] for kernel in kernels if kernel["kind"] == "matmul")
+
+
+def test_every_choice_has_its_price():
+    plain = seconds()
+    assert seconds(activation_recompute="full") > plain
+    assert seconds(vp_interleave=2) != plain
+    offloaded = predict(case_of(row(offload="optimizer")))
+    assert offloaded.terms.offload_seconds > 0
+    assert offloaded.terms.optimizer_seconds < predict(case_of(row())).terms.optimizer_seconds
+    assert offloaded.memory.optimizer_bytes == 0
+    assert predict(case_of(row(offload="activation checkpoints"))).terms.offload_seconds > 0
+    assert matmul_flop(row(precision="fp8")) < 0.7 * matmul_flop(row())  # what is left is the head, in 16 bits
+    assert seconds(compiled=True) <= plain
+    long = {"seq_len": 128, "pp": 1, "dp": 1, "n_gpus": 2, "tp": 1, "cp": 2, "global_batch": 8}
+    assert predict(case_of(row(**long))).terms.cp_seconds > 0
+    experts = {"notes": "MoE: 4 experts top-2", "ep": 2}
+    assert predict(case_of(row(**experts))).terms.ep_seconds > 0
+    for name in ("ZB-1p", "ZB-2p"):
+        assert seconds(notes=f"schedule {name}") < plain
+
+
+def test_unfused_attention_takes_longer_and_keeps_the_scores():
+    fused = predict(case_of(row(seq_len=64)))
+    unfused_case = case_of(row(seq_len=64, flash_attention=False))
+    unfused = predict(unfused_case)
+    assert unfused.seconds >= fused.seconds
+    assert unfused.memory.activations_bytes > fused.memory.activations_bytes
+    # Selective recomputation drops them again, and runs the core twice (Korthikanti et al. 2022, section 5).
+    selective = predict(case_of(row(seq_len=64, flash_attention=False, activation_recompute="selective")))
+    assert selective.memory.activations_bytes < unfused.memory.activations_bytes
+
+
+def test_scores_are_five_bytes_each():
+    """5 a s^2 b bytes of a layer with dropout: Korthikanti et al. 2022 (arXiv 2205.05198), equation 1."""
+    flash, plain = (
+        rank.graph.blocks[1].saved.per_sample for rank in (_implemented(flash=True), _implemented(flash=False))
+    )
+    assert plain - flash == pytest.approx(5 * 4 * 64 * 64, rel=1e-6)
+
+
+def _implemented(*, flash):
+    from types import SimpleNamespace
+
+    from planner.validate.price import _tables
+
+    case = case_of(row(flash_attention=flash))
+    case = replace(case, spec=replace(case.spec, dropout=0.1))
+    return SimpleNamespace(graph=_tables(case, case.stages[0]).graph)
+
+
+def test_features_count_the_work_of_a_step():
+    case = case_of(row(activation_recompute="full"))
+    rank = rank_graph(case.key(case.stages[0]), case.spec.layers)
+    flop = sum(
+        k["flop"] * k["count"]
+        for stage in features(case)
+        for k in stage["kernels"]
+        if k["kind"] in ("matmul", "attention")
+    )  # fmt: skip
+    once = rank.graph.flop_per_sample() * 16
+    forward = sum(
+        rank.graph.classes[b.class_index].flop("forward").at(1) for b in rank.graph.blocks if b.kind == "block"
+    )
+    assert flop == pytest.approx(once + 16 * forward, rel=0.02)
+
+
+def test_a_narrow_model_has_all_of_its_layers():
+    """Where tokens are many for the width, layers of a shallow trace are cut within: it cannot be repeated."""
+    case = case_of(row(id="mcore-ci-1", hidden=512, heads=8, seq_len=1024, vocab=50257, layers=5))
+    layers = layer_places(rank_graph(case.key(case.stages[0]), 5).graph)
+    assert list(dict.fromkeys(layers.values())) == [0, 1, 2, 3, 4]
+    assert predict(case).seconds > 0
+
+
+# --- figures ----------------------------------------------------------------------------------------
+
+
+def test_figures_by_hand():
+    pairs = [
+        Pair(group="a", predicted=p, measured=m)
+        for p, m in ((1.0, 1.0), (2.2, 2.0), (2.7, 3.0), (4.0, 4.0), (6.0, 5.0))
+    ]
+    found = accuracy(pairs)
+    assert (found.count, found.tau, found.regret) == (5, 1.0, 0.0)
+    assert found.median_ape == pytest.approx(0.1)
+    assert found.mean_ape == pytest.approx(0.08)
+    assert found.p90_ape == pytest.approx(0.16)
+    assert found.bias == pytest.approx(0.0)
+    # Four pairs in order, one against it, one tie in the first: (4 - 1) / sqrt(5 x 6).
+    assert kendall_tau([1, 1, 2, 3], [1, 2, 4, 3]) == pytest.approx(3 / np.sqrt(30))
+    assert regret([Pair(group="", predicted=1.0, measured=3.0), Pair(group="", predicted=2.0, measured=2.0)]) == 0.5
+
+
+def test_the_command_prints_figures_by_source(tmp_path, capsys):
+    rows = [
+        row(),
+        row(id="own-2", dp=1, pp=4),
+        row(id="other-1", iter_time_s=0.2, outcome="OOM"),
+        row(id="other-2", gpu=""),
+    ]
+    path = write(tmp_path / "rows.csv", rows)
+    page = tmp_path / "page.html"
+    assert main(["validate", str(path), "--json", "--html", str(page)]) == 0
+    data = json.loads(capsys.readouterr().out)
+    assert (data["rows"], data["priced"], data["refused"]) == (
+        4, 3, {"count": 1, "reasons": {"the GPU is not stated": 1}},
+    )  # fmt: skip
+    assert list(data["by_source"]) == ["own", "other"]
+    assert {"median_ape", "mean_ape", "p90_ape", "bias", "tau", "regret"} <= set(data["time"])
+    assert data["oom"] == {"tp": 0, "fp": 0, "fn": 1, "tn": 0}
+    assert "own-2" in page.read_text()
+    assert main(["validate", str(path)]) == 0
+    table = capsys.readouterr().out
+    assert "own" in table
+    assert "1 rows are not priced: the GPU is not stated" in table
+
+
+def test_one_row_is_explained(tmp_path):
+    path = write(tmp_path / "rows.csv", [row()])
+    told = explain([path], "own-1")
+    assert told["predicted_seconds"] == pytest.approx(sum(told["time"].values()))
+    assert told["features"][0]["kernels"]
+    with pytest.raises(RunError, match="no row has the id"):
+        explain([path], "nothing")
+
+
+def test_rows_are_the_same_whatever_was_traced_before(tmp_path):
+    path = write(tmp_path / "rows.csv", [row(), row(id="own-2", layers=8)])
+    assert validate([path]).to_dict() == validate([path]).to_dict()
