@@ -248,8 +248,9 @@ class Counting:
         return self._inner.all_to_all(x)
 
     def all_to_all_rows(self, x: torch.Tensor, sends: Sequence[int], receives: Sequence[int]) -> torch.Tensor:
-        """Not among what dense models do."""
-        raise AssertionError("no experts here")
+        """As many rows are sent as received: noted as the all-to-all that it is."""
+        self._noted("all_to_all", x)
+        return self._inner.all_to_all_rows(x, sends, receives)
 
 
 def counted(
@@ -299,7 +300,7 @@ def _run(
     graph: Graph, communicator: Counting, make: Callable[[int], torch.Tensor], inputs: Mapping[int, torch.Tensor]
 ) -> tuple[dict[Where, Seen], float]:
     """One rank: each block alone, its inputs cut off from the block before, so that passes can be told apart."""
-    cpu, peers = torch.device("cpu"), Peers.of(communicator)
+    cpu, peers = torch.device("cpu"), Peers.of({"tp": communicator})
     attributes = _Made(make)
     env = dict(inputs)
     needed = [t for block in graph.blocks for t in block.shared]
@@ -333,7 +334,7 @@ def _note(found: dict[Where, Seen], where: Where, seen: Seen) -> None:
 def rows(case: Case, forms: Collection[Form] = FORMS) -> Iterator[Row]:
     """The parts of a model, forward and backward, split in each of the forms."""
     real, _ = graph_of(case.config, precision="bf16", device="meta")
-    of_cluster = prices(real, Cluster.load(CLUSTER), case.degree, global_batch=64)
+    of_cluster = prices(real, Cluster.load(CLUSTER), {"tp": case.degree}, "tp", global_batch=64)
     small, model = graph_of(case.small, precision="fp32", device="cpu")
     for form in forms:
         formula = megatron(form, case.config)

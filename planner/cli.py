@@ -23,16 +23,20 @@ from rich.console import Console
 from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-from planner import report
+from planner import cli_measure, report
 from planner.cluster import Cluster, all_devices, all_presets
 from planner.errors import ModelError, PlanError, PlannerError, RunError
 from planner.plan import OPTIMIZERS, PRECISIONS, Plan, write_atomically
+from planner.profile import Profile, measured_cluster
+from planner.report.accuracy import accuracy_html, accuracy_table
 from planner.report.tracing import trace_data, trace_text
 from planner.runtime.launch import RankError, Terminated, Training, launch
 from planner.runtime.weights import check_weights
 from planner.runtime.worker import Job, device_kind, num_local_devices
 from planner.search import OBJECTIVES, SAMPLES_PER_DEVICE, Pins, Search, cluster_named, search_model
+from planner.search.measuring import Measuring, local_measuring
 from planner.trace import trace
+from planner.validate import explain, validate
 from planner.zoo.load import LoadedModel, load_function, load_model
 from planner.zoo.registry import NAMES, build, describe
 
@@ -144,6 +148,7 @@ def parser() -> argparse.ArgumentParser:
         "--top", type=_positive, default=DEFAULT_TOP, metavar="K", help=f"plans to print (default {DEFAULT_TOP})"
     )
     plan.add_argument("--out", metavar="FILE", help="write the best plan to this file")
+    _profile_options(plan)
 
     traced = _command(
         commands,
@@ -164,7 +169,7 @@ def parser() -> argparse.ArgumentParser:
     show.add_argument(
         "--sharding",
         action="store_true",
-        help="how each block is split over the ranks of tp or cp, with its collectives",
+        help="how each block is split over the ranks of cp and tp, with its collectives",
     )
 
     diff = _command(commands, "diff", _diff, "what differs between two plan files", "autoplan diff one.json two.json")
@@ -188,6 +193,12 @@ def parser() -> argparse.ArgumentParser:
         "--steps", type=_positive, default=DEFAULT_STEPS, metavar="N", help=f"training steps (default {DEFAULT_STEPS})"
     )
     run.add_argument("--nproc", type=_positive, metavar="N", help="devices of local to plan for (default all)")
+    _profile_options(run)
+    run.add_argument(
+        "--no-measure",
+        action="store_true",
+        help="plan by the rates of this machine alone, without timing the model's blocks (a CPU's, once)",
+    )
     check = run.add_mutually_exclusive_group()
     check.add_argument(
         "--no-check",
@@ -226,6 +237,26 @@ def parser() -> argparse.ArgumentParser:
         "else random values)",
     )
 
+    measured = _command(
+        commands,
+        "measure",
+        _measure,
+        "time a model's operators, collectives and copies on this machine, into a profile to plan by",
+        "autoplan measure gpt2 --micro-batch 1,4 --budget 60s --out profile.json",
+    )
+    cli_measure.add_options(measured, _MODEL_HELP, _SEQ_HELP, PRECISIONS)
+
+    checked = _command(
+        commands,
+        "validate",
+        _validate,
+        "compare predictions with published measurements",
+        "autoplan validate benchmarks/published/training.csv",
+    )
+    checked.add_argument("files", metavar="FILE.csv", nargs="+", help="rows as in benchmarks/published/training.csv")
+    checked.add_argument("--html", metavar="FILE", help="write a page with the table and every row")
+    checked.add_argument("--explain", metavar="ID", help="only this row: the terms of its prediction, as JSON")
+
     models = _command(commands, "models", _models, "list the models of the zoo", "autoplan models gpt2 llama3-8b")
     models.add_argument("names", metavar="NAME", nargs="*", help="only these")
 
@@ -256,6 +287,11 @@ def _command(
     command.add_argument("--json", action="store_true", help="print JSON (seconds, bytes, fractions) and nothing else")
     command.add_argument("--verbose", action="store_true", help="show warnings, and the traceback of a fault")
     return command
+
+
+def _profile_options(command: argparse.ArgumentParser) -> None:
+    command.add_argument("--profile", metavar="FILE", help="plan by these measured times first: autoplan measure --out")
+    command.add_argument("--any-machine", action="store_true", help="use a profile of another machine or torch")
 
 
 def _planning_options(command: argparse.ArgumentParser, default_batch: str) -> None:
@@ -349,9 +385,10 @@ def _plan(arguments: argparse.Namespace) -> None:
     start = time.perf_counter()
     with _only_json(arguments.json), _working(quiet=arguments.json) as progress:
         cluster = cluster_named(arguments.cluster, progress=progress)
+        profile = _profile(arguments, cluster)
         progress("loading the model", 0, 0)
         loaded = load_model(arguments.model, sequence_length=arguments.seq, device="meta")
-        found = _search(arguments, loaded, cluster, pins, arguments.global_batch, arguments.top, progress)
+        found = _search(arguments, loaded, cluster, pins, arguments.global_batch, arguments.top, progress, profile)
     seconds = time.perf_counter() - start
     if arguments.out:
         found.plans[0].save(arguments.out)
@@ -371,6 +408,11 @@ def _plan(arguments: argparse.Namespace) -> None:
             seconds=seconds,
         )
     )
+    if (ring := found.plans[0].ring_attention) is not None:
+        print(f"the first {report.ring_text(ring)}")
+    if profile is not None:
+        share = found.plans[0].prediction.measured_share
+        print(f"{share:.0%} of the first plan's step rests on measured times, the rest on rates")
     for note in found.plans[0].notes:
         print(f"note: {note}")
     if arguments.out:
@@ -405,6 +447,7 @@ def _search(
     global_batch: int | None,
     top: int,
     progress: OnProgress,
+    profile: Profile | Measuring | None,
 ) -> Search:
     return search_model(
         loaded.module,
@@ -421,7 +464,27 @@ def _search(
         expert_loads=_expert_loads(arguments.expert_loads),
         progress=progress,
         time_limit_seconds=arguments.time_limit,
+        profile=profile,
     )
+
+
+def _profile(arguments: argparse.Namespace, cluster: Cluster) -> Profile | None:
+    is_local = arguments.cluster.strip().lower() == "local"
+    return cli_measure.usable_profile(arguments.profile, cluster, is_local=is_local, any_machine=arguments.any_machine)
+
+
+def _measure(arguments: argparse.Namespace) -> None:
+    with _only_json(arguments.json), _measuring(quiet=arguments.json) as progress:
+        profile, path, left = cli_measure.measure(arguments, progress)
+    if not cli_measure.is_first_rank():
+        return
+    if arguments.json:
+        print(profile.dumps(), end="")
+    else:
+        print(report.profile_text(profile))
+        for line in left:
+            print(line)
+        print(f"kept in {path}; autoplan plan MODEL --profile {path} plans by it")
 
 
 def _expert_loads(path: str | None) -> Any:
@@ -484,6 +547,27 @@ def _diff(arguments: argparse.Namespace) -> None:
         _print(report.difference(rows, arguments.here, arguments.there))
 
 
+def _validate(arguments: argparse.Namespace) -> None:
+    if arguments.explain:
+        _print_json(explain(arguments.files, arguments.explain))
+        return
+    _check_writable(arguments.html)
+    with _only_json(arguments.json), _measuring(quiet=arguments.json) as progress:
+        found = validate(arguments.files, progress=progress)
+    data = found.to_dict()
+    if arguments.html:
+        rows = [
+            (result.row.id, result.row.prefix, result.measured_seconds, result.prediction.seconds)
+            for result in found.results
+            if result.prediction is not None and result.measured_seconds
+        ]
+        write_atomically(Path(arguments.html), accuracy_html(data, rows))
+    if arguments.json:
+        _print_json(data)
+    else:
+        _print(accuracy_table(data))
+
+
 def _models(arguments: argparse.Namespace) -> None:
     unknown = [name for name in arguments.names if name not in NAMES]
     if unknown:
@@ -532,10 +616,11 @@ def _run(arguments: argparse.Namespace) -> None:
     if given is not None and arguments.model is None and model not in NAMES:
         raise PlanError(f"the plan is for {model}; name the model before the plan: autoplan run MODEL --plan FILE")
     cluster = _cluster_of(arguments, arguments.cluster)
+    profile: Profile | Measuring | None = _profile(arguments, cluster)
     if given is not None:
-        _check_cluster(given, cluster)
+        _check_cluster(given, measured_cluster(cluster, profile) if isinstance(profile, Profile) else cluster)
     _check_machine(cluster)
-    with _only_json(arguments.json), _working(quiet=arguments.json) as progress:
+    with _only_json(arguments.json), _measuring(quiet=arguments.json) as progress:
         progress("loading the model", 0, 0)
         if arguments.data:
             load_function(arguments.data)  # a wrong one is found here, not after the search
@@ -547,7 +632,10 @@ def _run(arguments: argparse.Namespace) -> None:
             plans: Sequence[Plan] = (given,)
         else:
             batch = arguments.global_batch or DEFAULT_RUN_BATCH
-            plans = _search(arguments, loaded, cluster, pins, batch, DEFAULT_TOP, progress).plans
+            is_local = arguments.cluster.strip().lower() == "local"
+            if profile is None and is_local and cluster.device.kind == "cpu" and not arguments.no_measure:
+                profile = local_measuring(cluster, batch, progress)
+            plans = _search(arguments, loaded, cluster, pins, batch, DEFAULT_TOP, progress, profile).plans
         plan = plans[0]
     if not plan.prediction.fits:
         raise PlanError(
@@ -685,6 +773,19 @@ def _working(*, quiet: bool) -> Iterator[OnProgress]:
         return
     with console.status("starting") as status:
         yield lambda what, done, of: status.update(escape(f"{what} {done} of {of}" if of else what))
+
+
+@contextmanager
+def _measuring(*, quiet: bool) -> Iterator[OnProgress]:
+    """A progress bar on stderr while work goes on; nothing when quiet or not on a terminal."""
+    console = Console(stderr=True)
+    if quiet or not console.is_terminal:
+        yield lambda _what, _done, _of: None
+        return
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    with Progress(*columns, console=console, transient=True) as bar:
+        task = bar.add_task("starting", total=None)
+        yield lambda what, done, of: bar.update(task, description=escape(what), completed=done, total=of or None)
 
 
 @contextmanager

@@ -21,31 +21,33 @@ The runtime has to start those gathers before the first receive; in the forward 
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
-from planner.cluster import Cluster, Device
+from planner.cluster import Cluster, Device, Slowdown
 from planner.collectives import (
-    COLLECTIVE_SECONDS,
     Group,
     all_gather_seconds,
     all_reduce_seconds,
     axis_group,
+    group_slowdown,
     reduce_scatter_seconds,
     send_recv_seconds,
 )
 from planner.errors import PlanError
-from planner.graph import Affine, Batch, Graph, Tensor, total
+from planner.graph import Affine, Graph, total
+from planner.inside import Groups, Same, inside, share_links, split_groups
 from planner.memory import (
     Elements,
     Precision,
     Working,
     bounded_transient_bytes,
-    elements,
+    elements_of_blocks,
+    fixed_shape,
     is_wrapped,
     optimizer_moments,
     precision_named,
@@ -54,10 +56,11 @@ from planner.memory import (
     state_bytes,
     working,
 )
-from planner.operators import check_dtype, kernel_seconds, memory_seconds, phase_seconds
+from planner.operators import check_dtype, class_seconds, kernel_seconds, memory_seconds, phase_seconds
 from planner.plan import AXES, Mesh
 from planner.schedule import in_flight
-from planner.shard.placement import Q, Sharding
+from planner.shard.chain import AxisSplit, spread_parameters
+from planner.shard.placement import Q
 
 Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]
@@ -116,6 +119,7 @@ class Costs:
     in_flight: Ints  # [P]
     capacity: float
     tie_groups: tuple[tuple[int, ...], ...]  # blocks that share parameters: one ZeRO stage for all
+    basis: "Basis"
 
     @property
     def num_stages(self) -> int:
@@ -210,12 +214,10 @@ def check_mesh(mesh: Mesh) -> None:
     """Refuse a mesh that this cost model does not price.
 
     Raises:
-        PlanError: a mesh with expert parallelism, or with tensor and context parallelism at once.
+        PlanError: a mesh with expert and context parallelism at once.
     """
-    if mesh.ep > 1:
-        raise PlanError(f"mesh {_mesh_text(mesh)}: ep other than 1 cannot be planned yet; leave it out")
-    if mesh.cp > 1 and mesh.tp > 1:
-        raise PlanError(f"mesh {_mesh_text(mesh)}: tp and cp together cannot be planned yet; leave one of them out")
+    if min(mesh.ep, mesh.cp) > 1:
+        raise PlanError(f"mesh {_mesh_text(mesh)}: ep and cp together cannot be planned yet; leave one of them out")
 
 
 def price(
@@ -228,50 +230,57 @@ def price(
     schedule: str,
     precision: str,
     optimizer: str,
-    shardings: Sequence[Sharding] = (),
+    splits: Sequence[AxisSplit] = (),
 ) -> Costs:
     """The costs of one configuration. Pure; what does not depend on the mesh is computed once per graph.
 
-    With tensor or context parallelism `graph` is that of one rank (`planner.shard.localize`), and `shardings` is how
-    each of its blocks was split. Ranks of `cp` shard parameters together with those of `dp_shard`.
+    Where axes of the mesh split tensors, `graph` is that of one rank, and `splits` is how it was made, an axis after
+    the other (`planner.shard.chain`). Ranks of `cp` and `ep` shard parameters together with those of `dp_shard`, but
+    for experts that are spread over `ep`: these are sharded over the others.
 
     Raises:
         PlannerError: the mesh, the precision or the optimizer cannot be priced on this cluster.
     """
     check_mesh(mesh)
-    if mesh.split_degree > 1 and len(shardings) != len(graph.blocks):
-        raise PlanError(
-            f"{mesh.split_axis}={mesh.split_degree} needs the sharding of {len(graph.blocks)} blocks, "
-            f"{len(shardings)} are given"
-        )
+    given = {split.axis: len(split.shardings) for split in splits if split.degree == getattr(mesh, split.axis)}
+    for axis, degree in mesh.splits:
+        if given.get(axis) != len(graph.blocks):
+            raise PlanError(
+                f"{axis}={degree} needs the sharding of {len(graph.blocks)} blocks, {given.get(axis, 0)} are given"
+            )
     policy = precision_named(precision)
-    device, key = cluster.device, _Same(graph)
+    device, key = cluster.device, Same(graph)
     check_dtype(device, policy.compute_dtype)
     strategies = strategies_of(mesh)
     blocks = _measured(key, device, micro_batch)
-    count = _counted(key, mesh.shards, mesh.pp > 1)
+    count, of_experts = _counted(key, mesh.shards, mesh.pp > 1, spread_parameters(graph, splits), mesh.ep)
     wrapped = is_wrapped(mesh.dp * mesh.cp, policy)
     hooked = (count.full > 0) & wrapped
     sizes = {name: getattr(mesh, name) for name in AXES}
     shards, replicas, pipe, tensor = (
-        axis_group(cluster, sizes, axis) for axis in (("dp_shard", "cp"), "dp_replicate", "pp", mesh.split_axis)
+        axis_group(cluster, sizes, axis) for axis in (("dp_shard", "cp", "ep"), "dp_replicate", "pp", "tp")
     )
-    inside, num_inside = _inside(key, tensor, micro_batch)
+    owners = axis_group(cluster, sizes, ("dp_shard", "cp"))  # that share an expert
+    within = inside(key, split_groups(cluster, mesh), micro_batch)
     hop_bytes = _hop_bytes(key, micro_batch) if mesh.pp > 1 else np.zeros(len(graph.blocks) - 1)
-    kernels, num_kernels = blocks.kernels + inside, blocks.num_kernels + num_inside
+    kernels, num_kernels = blocks.kernels + within.seconds, blocks.num_kernels + within.number
     traffic = _Traffic(
         forward=_computed(device, kernels, num_kernels, hooked, passes=(1, 0)),
         backward=_computed(device, kernels, num_kernels, hooked, passes=(0, 1)),
         rerun=_computed(device, kernels, num_kernels, hooked, passes=(1, 1)),
-        inside=inside,
-        gather=_per_distinct(all_gather_seconds, policy.compute_bytes * count.gathered, shards),
-        scatter=_per_distinct(reduce_scatter_seconds, policy.reduce_bytes * count.reduced, shards),
+        inside=within.seconds,
+        gather=_per_distinct(all_gather_seconds, policy.compute_bytes * (count.gathered - of_experts.gathered), shards)
+        + _per_distinct(all_gather_seconds, policy.compute_bytes * of_experts.gathered, owners),
+        scatter=_per_distinct(
+            reduce_scatter_seconds, policy.reduce_bytes * (count.reduced - of_experts.reduced), shards
+        )
+        + _per_distinct(reduce_scatter_seconds, policy.reduce_bytes * of_experts.reduced, owners),
         reduce=_per_distinct(all_reduce_seconds, policy.reduce_bytes * count.trainable_shard, replicas),
-        slowdown=_slowdown(cluster, shards),
-        reduce_slowdown=_slowdown(cluster, replicas),
-        shares_links=_share_links(shards, replicas),
-        inside_beside_shards=not _share_links(shards, tensor),
-        inside_beside_replicas=not _share_links(replicas, tensor),
+        slowdown=group_slowdown(cluster, shards),
+        reduce_slowdown=group_slowdown(cluster, replicas),
+        shares_links=share_links(shards, replicas),
+        beside_shards=within.beside(shards),
+        beside_replicas=within.beside(replicas),
         reductions=num_microbatches if graph.fallbacks else 1,
         overlaps=not device.synchronous_dispatch,
         num_stages=mesh.pp,
@@ -284,7 +293,7 @@ def price(
     # The stock schedules reduce nothing before the last backward pass: they accumulate even if m is 1.
     accumulations = num_microbatches if mesh.pp == 1 else max(2, num_microbatches)
     if mesh.tp > 1:
-        reduce = reduce + _partial_seconds(graph, shardings, mesh, policy, tensor)[:, None]
+        reduce = reduce + _partial_seconds(graph, splits, mesh, policy, tensor)[:, None]
     state = [
         state_bytes(count, s.zero, policy, optimizer, accumulations, wrapped=wrapped) + blocks.buffer_bytes
         for s in strategies
@@ -323,6 +332,47 @@ def price(
         in_flight=np.array([in_flight(schedule, p, mesh.pp, num_microbatches) for p in range(mesh.pp)], np.int64),
         capacity=float(cluster.capacity_bytes),
         tie_groups=_tie_groups(key),
+        basis=Basis(traffic=traffic, count=count, num_inside=within.number, hooked=hooked, wrapped=wrapped),
+    )
+
+
+def strategy_seconds(
+    device: Device,
+    costs: Costs,
+    strategy: Strategy,
+    kernels: Floats,
+    num_kernels: Floats,
+    *,
+    inside: Floats,
+    overlap: float = 1.0,
+    overlaps: bool = True,
+    apart: bool = False,
+) -> "StrategySeconds":
+    """Seconds of one strategy of priced blocks whose kernels take others than stock PyTorch's.
+
+    `kernels` and `num_kernels` are [L, 2] of forward and backward, without collectives; those are `inside`. `overlap`
+    scales the slow-down of computing and communicating at once; without `overlaps` nothing runs beside anything. With
+    `apart` the processor is not ahead when a recomputed forward pass ends.
+    """
+    basis, base = costs.basis, costs.basis.traffic
+    seconds, number = kernels + inside, num_kernels + basis.num_inside
+    slowdown, reduce_slowdown = (
+        Slowdown(*(1 + overlap * (factor - 1) for factor in each)) for each in (base.slowdown, base.reduce_slowdown)
+    )
+    forward, backward = (_computed(device, seconds, number, basis.hooked, passes=each) for each in ((1, 0), (0, 1)))
+    traffic = replace(
+        base,
+        forward=forward,
+        backward=backward,
+        rerun=forward + backward if apart else _computed(device, seconds, number, basis.hooked, passes=(1, 1)),
+        inside=inside,
+        slowdown=slowdown,
+        reduce_slowdown=reduce_slowdown,
+        overlaps=base.overlaps and overlaps,
+    )
+    policy = precision_named(costs.precision)
+    return _strategy_seconds(
+        device, traffic, basis.count, policy, strategy, costs.num_microbatches, wrapped=basis.wrapped
     )
 
 
@@ -331,34 +381,23 @@ def least_seconds(graph: Graph, cluster: Cluster, *, mesh: Mesh, micro_batch: in
 
     No strategy takes less: a lower bound that is looked up, not computed, for all but the first of equal questions.
     """
-    sizes = {name: getattr(mesh, name) for name in AXES}
-    return _least(_Same(graph), cluster.device, axis_group(cluster, sizes, mesh.split_axis), micro_batch, mesh.pp > 1)
+    return _least(Same(graph), cluster.device, split_groups(cluster, mesh), micro_batch, mesh.pp > 1)
 
 
-def exposed_seconds(compute: Floats, link: Floats, slowdown: float, *, overlaps: bool = True) -> Floats:
+def exposed_seconds(compute: Floats, link: Floats, slowdown: Slowdown, *, overlaps: bool = True) -> Floats:
     """What `link` seconds of communication add to `compute` seconds that run at the same time.
 
     `collectives.overlapped_seconds` less the computation, of many at once.
 
-    >>> exposed_seconds(np.array([1.0, 1.0, 0.0]), np.array([0.1, 2.0, 0.5]), 1.2).round(6).tolist()
-    [0.1, 1.4, 0.5]
+    >>> exposed_seconds(np.array([1.0, 1.0, 0.0]), np.array([0.6, 2.0, 0.5]), Slowdown(1.5, 1.25)).round(6).tolist()
+    [0.25, 1.3, 0.5]
     """
     if not overlaps:
         return link
-    return np.asarray(np.minimum(np.maximum(compute, link) * max(1.0, slowdown), compute + link) - compute)
-
-
-@dataclass(frozen=True, slots=True)
-class _Same:
-    """A graph as a cache key: equal only to itself, as hashing all of it takes longer than pricing."""
-
-    value: Graph
-
-    def __hash__(self) -> int:
-        return id(self.value)
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, _Same) and self.value is other.value
+    slow_compute, slow_link = slowdown.compute * compute, slowdown.link * link
+    link_first = slow_link * (1 - 1 / slowdown.compute)
+    compute_first = link - compute + slow_compute * (1 - 1 / slowdown.link)
+    return np.asarray(np.minimum(np.where(slow_compute <= slow_link, compute_first, link_first), link))
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -383,24 +422,36 @@ class _Traffic:
     forward: Floats
     backward: Floats
     rerun: Floats  # forward again, then backward
-    inside: Floats  # [L, 2] of forward and backward, the collectives of tensor parallelism
+    inside: Floats  # [L, 2] of forward and backward, the collectives of axes that split tensors
     gather: Floats  # one all-gather of the block
     scatter: Floats  # one reduce-scatter of its gradient
     reduce: Floats  # one all-reduce of its gradient, or of this rank's shard of it, over the replicas
-    slowdown: float  # beside gather and scatter
-    reduce_slowdown: float  # beside reduce
+    slowdown: Slowdown  # beside gather and scatter
+    reduce_slowdown: Slowdown  # beside reduce
     shares_links: bool  # reduce and the other two use the same links
-    inside_beside_shards: bool  # gather and scatter may run beside `inside`, by other links
-    inside_beside_replicas: bool  # so may reduce
+    beside_shards: Floats  # [L, 2] of `inside`, what gather and scatter may run beside, by other links
+    beside_replicas: Floats  # [L, 2] what reduce may
     reductions: int  # all-reduces of ZeRO-2 and ZeRO-3 a step: the runtime waits for the last if it has a graph
     overlaps: bool
     num_stages: int
 
 
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Basis:
+    """What the seconds of strategies follow from, besides those of the kernels."""
+
+    traffic: _Traffic
+    count: Elements
+    num_inside: Floats  # [L, 2] collectives of axes that split tensors
+    hooked: NDArray[np.bool_]  # [L] FSDP2 modules
+    wrapped: bool
+
+
 class _Room(NamedTuple):
     """What collectives of data parallelism run beside, of each block [L].
 
-    `idle` are seconds in which the device waits for tensor parallelism on other links: nothing is slowed down then.
+    `idle` are seconds in which the device waits for collectives inside of the block on other links: nothing is slowed
+    down then.
     """
 
     compute: Floats
@@ -421,7 +472,7 @@ class _Room(NamedTuple):
         return exposed_seconds(self.compute, np.maximum(link - self.idle, 0.0), traffic.slowdown)
 
 
-class _Seconds(NamedTuple):
+class StrategySeconds(NamedTuple):
     """Arrays [L] of one strategy; names as in `Costs`."""
 
     forward: Floats
@@ -435,18 +486,6 @@ def _mesh_text(mesh: Mesh) -> str:
     return " ".join(f"{name}={getattr(mesh, name)}" for name in AXES if getattr(mesh, name) > 1)
 
 
-def _share_links(one: Group, other: Group) -> bool:
-    """Whether collectives of two groups pass the same kind of link, inside nodes or between them."""
-    return min(one.num_nodes, other.num_nodes) > 1 or min(one.ranks_per_node, other.ranks_per_node) > 1
-
-
-def _slowdown(cluster: Cluster, group: Group) -> float:
-    """The worst of the links that a group's collectives use."""
-    links = [group.intra] if group.ranks_per_node > 1 else []
-    links += [group.inter] if group.num_nodes > 1 else []
-    return max((cluster.slowdown(link) for link in links), default=1.0)
-
-
 def _per_distinct(seconds: Callable[[float, Group], float], num_bytes: Floats, group: Group) -> Floats:
     """A collective's seconds for each entry, computed once per distinct size."""
     sizes, where = np.unique(num_bytes, return_inverse=True)
@@ -454,12 +493,10 @@ def _per_distinct(seconds: Callable[[float, Group], float], num_bytes: Floats, g
 
 
 @lru_cache(maxsize=256)
-def _measured(graph: _Same, device: Device, micro_batch: int) -> _Blocks:
+def _measured(graph: Same, device: Device, micro_batch: int) -> _Blocks:
     model = graph.value
-    priced = [kernel_seconds(device, kind.kernels, micro_batch) for kind in model.classes]
-    phases = [np.array([kernel.phase == "forward" for kernel in kind.kernels], bool) for kind in model.classes]
-    sums = np.array([(k[is_f].sum(), k[~is_f].sum()) for k, is_f in zip(priced, phases, strict=True)])
-    counts = np.array([(is_f.sum(), (~is_f).sum()) for is_f in phases], float)
+    priced = [class_seconds(device, kind, micro_batch) for kind in model.classes]
+    sums, counts = (np.array(values, float).reshape(-1, 2) for values in zip(*priced, strict=True))
     kinds = [block.class_index for block in model.blocks]
     classes = [model.classes[kind] for kind in kinds]
     prelude = kernel_seconds(device, model.prelude.kernels, micro_batch)
@@ -504,7 +541,7 @@ def _saved(graph: Graph) -> list[Affine]:
 
 
 @lru_cache(maxsize=256)
-def _unused_elements(graph: _Same) -> float:
+def _unused_elements(graph: Same) -> float:
     read = {parameter for block in graph.value.blocks for parameter in block.parameters}
     return sum(
         tensor.num_elements.fixed
@@ -514,22 +551,14 @@ def _unused_elements(graph: _Same) -> float:
 
 
 @lru_cache(maxsize=256)
-def _counted(graph: _Same, num_ranks: int, pipelined: bool) -> Elements:
-    """Parameter elements per block: on one stage a tied parameter belongs to its first reader, else to each of them."""
-    model, seen, blocks = graph.value, set[int](), []
-    for block in model.blocks:
-        own = [p for p in block.parameters if pipelined or p not in seen]
-        seen.update(own)
-        blocks.append([(_shape(model.tensors[p]), model.tensors[p].requires_grad) for p in own])
-    return elements(blocks, num_ranks)
-
-
-def _shape(tensor: Tensor) -> tuple[int, ...]:
-    return tuple(size.per_sample if isinstance(size, Batch) else size for size in tensor.shape)
+def _counted(
+    graph: Same, num_ranks: int, pipelined: bool, spread: frozenset[int], num_owners: int
+) -> tuple[Elements, Elements]:
+    return elements_of_blocks(graph.value, num_ranks, pipelined=pipelined, spread=spread, num_owners=num_owners)
 
 
 @lru_cache(maxsize=256)
-def _tie_groups(graph: _Same) -> tuple[tuple[int, ...], ...]:
+def _tie_groups(graph: Same) -> tuple[tuple[int, ...], ...]:
     """All blocks that share a parameter with another, as one group.
 
     On one stage a single FSDP group holds all shared parameters, so they have one ZeRO stage; groups are joined
@@ -540,7 +569,7 @@ def _tie_groups(graph: _Same) -> tuple[tuple[int, ...], ...]:
 
 
 @lru_cache(maxsize=1024)
-def _hop_bytes(graph: _Same, micro_batch: int) -> Floats:
+def _hop_bytes(graph: Same, micro_batch: int) -> Floats:
     model = graph.value
     return np.array([model.carried_bytes(cut).at(micro_batch) for cut in range(len(model.blocks) - 1)], float)
 
@@ -554,46 +583,31 @@ def _computed(
 
 
 @lru_cache(maxsize=1024)
-def _inside(graph: _Same, tensor: Group, micro_batch: int) -> tuple[Floats, Floats]:
-    """[L, 2] seconds and number of the collectives that blocks make over tp or cp, in forward and backward."""
-    model = graph.value
-    seconds, number = np.zeros((len(model.classes), 2)), np.zeros((len(model.classes), 2))
-    for index, kind in enumerate(model.classes):
-        for made in kind.collectives:
-            phase = int(made.phase == "backward")
-            seconds[index, phase] += COLLECTIVE_SECONDS[made.collective](made.num_bytes.at(micro_batch), tensor)
-            number[index, phase] += 1
-    kinds = [block.class_index for block in model.blocks]
-    return seconds[kinds], number[kinds]
-
-
-@lru_cache(maxsize=1024)
-def _least(graph: _Same, device: Device, tensor: Group, micro_batch: int, pipelined: bool) -> float:
+def _least(graph: Same, device: Device, groups: Groups, micro_batch: int, pipelined: bool) -> float:
     blocks = _measured(graph, device, micro_batch)
-    inside, num_inside = _inside(graph, tensor, micro_batch)
-    kernels, num_kernels = blocks.kernels + inside, blocks.num_kernels + num_inside
+    within = inside(graph, groups, micro_batch)
+    kernels, num_kernels = blocks.kernels + within.seconds, blocks.num_kernels + within.number
     unhooked = np.zeros(len(kernels), bool)
     passes = [_computed(device, kernels, num_kernels, unhooked, passes=each) for each in ((1, 0), (0, 1))]
     every_stage = blocks.prelude_seconds + 2 * (device.pass_seconds if pipelined else 0.0)
     return float(sum(seconds.sum() for seconds in passes)) + every_stage
 
 
-def _partial_seconds(
-    graph: Graph, shardings: Sequence[Sharding], mesh: Mesh, policy: Precision, tensor: Group
-) -> Floats:
+def _partial_seconds(graph: Graph, splits: Sequence[AxisSplit], mesh: Mesh, policy: Precision, tensor: Group) -> Floats:
     """[L] once a step: the sum over tp of the gradients that each rank has a part of, each rank's own shard of them.
 
     They are one all-reduce of a stage, divided among the blocks by their bytes.
     """
+    shardings = next(split.shardings for split in splits if split.axis == "tp")
     partial = [
         sum(
-            shard_elements(_shape(graph.tensors[parameter]), mesh.shards)
+            shard_elements(fixed_shape(graph.tensors[parameter]), mesh.shards)
             for parameter, placement in zip(block.parameters, sharding.parameters, strict=True)
             if placement == Q and graph.tensors[parameter].requires_grad
         )
-        for block, sharding in zip(graph.blocks, shardings, strict=False)
+        for block, sharding in zip(graph.blocks, shardings, strict=True)
     ]
-    num_bytes = policy.master_bytes * np.array(partial or [0] * len(graph.blocks), float)
+    num_bytes = policy.master_bytes * np.array(partial, float)
     together = all_reduce_seconds(float(num_bytes.sum()), tensor)
     return num_bytes / max(1.0, float(num_bytes.sum())) * together
 
@@ -645,16 +659,19 @@ def _strategy_seconds(
     num_microbatches: int,
     *,
     wrapped: bool,
-) -> _Seconds:
+) -> StrategySeconds:
     """Seconds of all blocks [L] when the neighbours of each take the same strategy."""
     zero, none = strategy.zero, np.zeros_like(count.full)
     passes = (traffic.forward, traffic.rerun if strategy.recompute else traffic.backward)
     inside = (traffic.inside[:, 0], traffic.inside[:, 1] + strategy.recompute * traffic.inside[:, 0])
-    forward, backward = (
-        _Room(seconds - taken, taken * traffic.inside_beside_shards)
-        for seconds, taken in zip(passes, inside, strict=True)
+    idle, freed = (
+        (beside[:, 0], beside[:, 1] + strategy.recompute * beside[:, 0])
+        for beside in (traffic.beside_shards, traffic.beside_replicas)
     )
-    before_replicas = passes[1] if traffic.inside_beside_replicas else passes[1] - inside[1]
+    forward, backward = (
+        _Room(seconds - taken, free) for seconds, taken, free in zip(passes, inside, idle, strict=True)
+    )
+    before_replicas = passes[1] - inside[1] + freed[1]
     # At the ends of a stage nothing runs beside a collective. With pp = 1 these are the model's ends,
     # else any block is one by chance.
     end_share = traffic.num_stages / len(none) if traffic.num_stages > 1 else 0.0
@@ -688,7 +705,7 @@ def _strategy_seconds(
         reduce = reduce + scatter + _replica_seconds(before_replicas, traffic.scatter, traffic)
     else:
         reduce = reduce + (traffic.reduce if traffic.num_stages > 1 else _queued_seconds(before_replicas, traffic))
-    return _Seconds(
+    return StrategySeconds(
         forward=passes[0] + in_forward,
         backward=passes[1] + in_backward,
         exposed=in_forward + in_backward + inside[0] + inside[1],
@@ -702,7 +719,7 @@ def _first_gather(traffic: _Traffic) -> Floats:
     if traffic.num_stages > 1:
         return traffic.gather
     inside = traffic.inside[:, 0]
-    forward = _Room(traffic.forward - inside, inside * traffic.inside_beside_shards)
+    forward = _Room(traffic.forward - inside, traffic.beside_shards[:, 0])
     return forward.shifted(-1).exposed(traffic.gather, traffic)
 
 
@@ -718,7 +735,10 @@ def _queued_seconds(backward: Floats, traffic: _Traffic) -> Floats:
     late = np.cumsum(link) - (np.cumsum(backward) - backward)
     tail = max(0.0, float(late.max()))
     beside = float(link.sum()) - tail
-    return np.asarray(link / link.sum() * (tail + (traffic.reduce_slowdown - 1) * beside))
+    slowdown = traffic.reduce_slowdown
+    # Seconds of computing lost beside what a link alone would do in a second.
+    lost = min(1.0, slowdown.link * (1 - 1 / slowdown.compute))
+    return np.asarray(link / link.sum() * (tail + lost * beside))
 
 
 def _replica_seconds(backward: Floats, occupied: Floats, traffic: _Traffic) -> Floats:
@@ -799,12 +819,15 @@ def _optimizer_seconds(
     *,
     zero: int,
 ) -> Floats:
-    """[L] the optimizer step on a rank's own parameters: elementwise kernels, one after the other.
+    """[L] the optimizer step on a rank's own parameters: as measured, or elementwise kernels, one after the other.
 
     Source: the passes of torch.optim's non-fused form; each reads and writes whole tensors.
     """
     optimizer_moments(optimizer)  # refuses an unknown one
     own = count.trainable if zero == 0 else count.trainable_shard
+    measured = (device.optimizer_seconds or {}).get(optimizer)
+    if measured is not None:
+        return measured.per_byte * policy.master_bytes * own + measured.per_tensor * count.tensors
     kernels = _OPTIMIZER_KERNELS[optimizer]
     one = memory_seconds(device, _OPTIMIZER_PASSES[optimizer] / kernels * policy.master_bytes * own)
     return phase_seconds(device, kernels * one, kernels * count.tensors)

@@ -10,6 +10,7 @@ The tree:
     - SolverError         the solver ended without an answer
       - TimeLimitError    it was stopped before it found one
     - PlanError           a plan is corrupt, or made for another model or cluster
+    - ProfileError        a profile of measured times is corrupt, or of another machine
     - RunError            training by a plan failed
       - CheckError        what would be trained is not what the eager module computes
 """
@@ -45,6 +46,10 @@ class TimeLimitError(SolverError):
 
 class PlanError(PlannerError):
     """A plan that is corrupt, or that was made for another model or cluster."""
+
+
+class ProfileError(PlannerError):
+    """A profile of measured times that is corrupt, or that was measured on another machine."""
 
 
 class RunError(PlannerError):

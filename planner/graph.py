@@ -9,6 +9,7 @@ import hashlib
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from math import prod
 from typing import Literal
 
 DTYPE_BYTES = {
@@ -75,6 +76,7 @@ OrderForm = Literal[
     "counts",  # how often each key occurs
     "ends",  # where the run of each key ends
     "inverse",  # unsorted rows; each is its place in the order
+    "sent",  # in the graph of a rank: rows that came to its experts, of which only values tell how many
 ]
 
 
@@ -148,11 +150,32 @@ class Node:
     source: str = ""
 
 
+@dataclass(frozen=True, slots=True)
+class Operand:
+    """The form of a tensor that a kernel reads; `is_strided` where neighbours in its last dim are apart in memory."""
+
+    dtype: str
+    shape: tuple[Size, ...]
+    is_strided: bool = False
+
+    def text(self, micro_batch: int) -> str:
+        """In short, for `micro_batch` samples.
+
+        >>> Operand("float32", (Batch(64), 8), is_strided=True).text(2)
+        'float32[128,8]T'
+        """
+        sizes = (s.per_sample * micro_batch if isinstance(s, Batch) else s for s in self.shape)
+        return f"{self.dtype}[{','.join(map(str, sizes))}]{'T' * self.is_strided}"
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Kernel:
     """One launched kernel of a block: what the roofline prices.
 
-    `num_bytes` are read plus written; views launch nothing and are absent.
+    `num_bytes` are read plus written; views launch nothing and are absent. `operands` name the row of a profile that
+    may have its time (empty = their sizes are no multiples of the micro-batch); `measured` are (micro-batch, seconds)
+    of such rows, without the processor's time to send the kernel. `node` is the place in the block of the node that
+    launches it; without `has_formula` it may compute more than the FLOP that are counted.
     """
 
     op: str
@@ -161,19 +184,38 @@ class Kernel:
     dtype: str
     flop: Affine
     num_bytes: Affine
+    node: int = -1
+    has_formula: bool = True
+    operands: tuple[Operand, ...] = ()
+    measured: tuple[tuple[int, float], ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Communicated:
     """One collective that a block makes in a pass: what, over which mesh axis, how much.
 
-    `num_bytes` are counted as `planner.collectives` does.
+    `num_bytes` are counted as `planner.collectives` does. `node` is the place in the block of the node that makes it.
     """
 
     collective: str
     axis: str
     phase: Literal["forward", "backward"]
     num_bytes: Affine
+    node: int = -1
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MeasuredPasses:
+    """One forward and one backward pass of a block for `micro_batch` samples, on the device that is planned for.
+
+    Kernels alone, and what the processor takes to send them (`host`; where it computes itself, the rest of the pass).
+    """
+
+    micro_batch: int
+    forward_seconds: float
+    backward_seconds: float
+    forward_host_seconds: float
+    backward_host_seconds: float
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -183,6 +225,8 @@ class BlockClass:
     `saved` are the bytes autograd keeps for backward that the block made itself and that do not
     leave it; `saves_input` / `saves_output` tell which of the block's `inputs` / `outputs` are
     kept as well. Peaks are bytes alive beyond inputs, parameters and what is saved in the end.
+    `measured` are whole passes from a profile, of increasing micro-batch; a class without any may be priced after that
+    of the whole model which it is one rank's part of (`part_of`).
     """
 
     kernels: tuple[Kernel, ...]
@@ -192,6 +236,8 @@ class BlockClass:
     forward_peak: Affine
     backward_peak: Affine
     collectives: tuple[Communicated, ...] = ()
+    measured: tuple[MeasuredPasses, ...] = ()
+    part_of: "BlockClass | None" = None
 
     def flop(self, phase: str) -> Affine:
         """FLOP of all kernels of one phase."""
@@ -386,6 +432,17 @@ class Graph:
             tuple(t for t in sorted(made_by) if made_by[t] <= cut < last_reader.get(t, -1))
             for cut in range(len(self.blocks) - 1)
         )
+
+    @cached_property
+    def needs_two_samples(self) -> str:
+        """Why a micro-batch must not be one sample ("" = it may): a batch norm has no variance of one value."""
+        for node in self.nodes:
+            if node.op == "aten.batch_norm.default" and node.args[5] is True and isinstance(node.args[0], Ref):
+                sizes = self.tensors[node.args[0].tensor].shape
+                of_one_sample = [size.per_sample if isinstance(size, Batch) else size for size in sizes]
+                if prod(of_one_sample[:1] + of_one_sample[2:]) == 1:
+                    return f"{node.source}: a batch norm has one value per channel in a sample"
+        return ""
 
     @cached_property
     def reads_updates(self) -> str:

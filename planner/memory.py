@@ -18,7 +18,7 @@ _fsdp_param_group.py (`wait_for_unshard`, `post_backward`: which buffers live ho
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, fields
 from typing import Literal
 
@@ -26,6 +26,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from planner.errors import PlannerError
+from planner.graph import Batch, Graph, Tensor
 
 Floats = NDArray[np.float64]
 Shape = tuple[int, ...]
@@ -98,9 +99,25 @@ def shard_elements(shape: Shape, num_ranks: int) -> int:
     return math.ceil(shape[0] / num_ranks) * math.prod(shape[1:])
 
 
+def expert_dim(shape: Sequence[int], num_ranks: int) -> int:
+    """The dim along which `num_ranks` shard matrices of experts: the first one, if there is an expert for each of them.
+
+    Else another one that they divide, so that no rank is left without a part.
+
+    >>> expert_dim((4, 6, 8), 2), expert_dim((1, 6, 8), 2), expert_dim((1, 6, 8), 4), expert_dim((1, 5), 2)
+    (0, 1, 2, 0)
+    """
+    if not shape or shape[0] >= num_ranks:
+        return 0
+    return next((dim for dim, size in enumerate(shape) if dim and size % num_ranks == 0), 0)
+
+
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Elements:
-    """Parameter elements of each block [L] for one number of ranks; `shard` is of one rank, padded."""
+    """Parameter elements of each block [L]; `shard` is of one rank, padded.
+
+    `gathered` are those of the all-gathered copy, `reduced` those of a reduce-scatter's input, padding included.
+    """
 
     full: Floats
     trainable: Floats  # of `full`, those with a gradient
@@ -108,26 +125,26 @@ class Elements:
     trainable_shard: Floats
     largest: Floats  # the largest trainable parameter
     tensors: Floats  # trainable parameters
-    num_ranks: int
+    gathered: Floats
+    reduced: Floats
 
-    @property
-    def gathered(self) -> Floats:
-        """Elements of the all-gathered copy, padding included."""
-        return self.shard * self.num_ranks
-
-    @property
-    def reduced(self) -> Floats:
-        """Elements of a reduce-scatter's input, padding included."""
-        return self.trainable_shard * self.num_ranks
+    def __add__(self, other: "Elements") -> "Elements":
+        """Those of two sets of parameters that are sharded over other numbers of ranks."""
+        sums = {item.name: getattr(self, item.name) + getattr(other, item.name) for item in fields(self)}
+        return Elements(**{**sums, "largest": np.maximum(self.largest, other.largest)})
 
 
-def elements(blocks: Sequence[Sequence[tuple[Shape, bool]]], num_ranks: int) -> Elements:
+def elements(blocks: Sequence[Sequence[tuple[Shape, bool]]], num_ranks: int, *, are_experts: bool = False) -> Elements:
     """Counts of blocks given as (shape, requires_grad) of every parameter, sharded over `num_ranks`.
+
+    Those that have a row for each expert are sharded along another dim if need be (`expert_dim`).
 
     >>> counts = elements([[((10, 3), True), ((10,), False)]], 4)
     >>> [int(x[0]) for x in (counts.full, counts.trainable, counts.shard, counts.trainable_shard)]
     [40, 30, 12, 9]
     """
+    if are_experts:  # along the dim that is sharded first, which changes no number but the padding
+        blocks = [[(_expert_dim_first(shape, num_ranks), trained) for shape, trained in block] for block in blocks]
     rows = [
         (
             sum(math.prod(shape) for shape, _ in block),
@@ -147,8 +164,38 @@ def elements(blocks: Sequence[Sequence[tuple[Shape, bool]]], num_ranks: int) -> 
         trainable_shard=columns[3],
         largest=columns[4],
         tensors=columns[5],
-        num_ranks=num_ranks,
+        gathered=columns[2] * num_ranks,
+        reduced=columns[3] * num_ranks,
     )
+
+
+def elements_of_blocks(
+    graph: Graph, num_ranks: int, *, pipelined: bool, spread: Collection[int] = (), num_owners: int = 1
+) -> tuple[Elements, Elements]:
+    """Counts of a graph's blocks, and of `spread` alone: parameters whose parts on `num_owners` ranks the others shard.
+
+    On one stage a tied parameter belongs to its first reader, else to each of them.
+    """
+    seen = set[int]()
+    blocks: tuple[list[list[tuple[Shape, bool]]], ...] = ([], [])
+    for block in graph.blocks:
+        own = [p for p in block.parameters if pipelined or p not in seen]
+        seen.update(own)
+        for is_spread, kind in enumerate(blocks):
+            mine = [graph.tensors[p] for p in own if (p in spread) == bool(is_spread)]
+            kind.append([(fixed_shape(tensor), tensor.requires_grad) for tensor in mine])
+    of_spread = elements(blocks[1], num_ranks // num_owners, are_experts=True)
+    return elements(blocks[0], num_ranks) + of_spread, of_spread
+
+
+def _expert_dim_first(shape: Shape, num_ranks: int) -> tuple[int, ...]:
+    dim = expert_dim(shape, num_ranks)
+    return (*shape[dim : dim + 1], *shape[:dim], *shape[dim + 1 :])
+
+
+def fixed_shape(tensor: Tensor) -> tuple[int, ...]:
+    """The shape of a parameter, which has no batch."""
+    return tuple(size.per_sample if isinstance(size, Batch) else size for size in tensor.shape)
 
 
 def held_bytes(

@@ -12,13 +12,15 @@ from typing import Any, Literal, get_args
 
 from planner.errors import PlanError
 
-SCHEMA_VERSION = 1
+SCHEMA_VERSION = 2  # 1 had one sharding for each block
 
 AXES = ("pp", "dp_replicate", "dp_shard", "cp", "ep", "tp")
+SPLITTING = ("cp", "ep", "tp")  # axes whose ranks have parts of tensors, in the order in which graphs are rewritten
 OPTIMIZERS = ("adamw", "adam", "sgd", "momentum")
 PRECISIONS = ("bf16", "fp32", "fp64")
 Recompute = Literal["none", "full"]
 ScheduleName = Literal["gpipe", "1f1b"]
+Phase = Literal["forward", "backward", "step"]  # step: once, after the last micro-batch
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -39,22 +41,26 @@ class Mesh:
 
     @property
     def dp(self) -> int:
-        """Data-parallel ranks: how many parts the global batch is split into."""
-        return self.dp_replicate * self.dp_shard
+        """Data-parallel ranks: how many parts the global batch is split into. Those of `ep` are among them."""
+        return self.dp_replicate * self.dp_shard * self.ep
 
     @property
     def shards(self) -> int:
-        """Ranks that ZeRO-1, 2 and 3 shard over: those of context parallelism, neighbours, are among them."""
-        return self.dp_shard * self.cp
+        """Ranks that ZeRO-1, 2 and 3 shard over: those of `cp` and `ep`, neighbours, are among them."""
+        return self.dp_shard * self.cp * self.ep
 
     @property
-    def split_axis(self) -> Literal["tp", "cp"]:
-        """The axis whose ranks run the same samples together; a plan has one of them."""
-        return "cp" if self.cp > 1 else "tp"
+    def splits(self) -> tuple[tuple[str, int], ...]:
+        """The axes whose ranks have parts of tensors, with their sizes, outermost first; those of one rank left out.
+
+        >>> Mesh(dp_shard=4, cp=2, tp=8).splits
+        (('cp', 2), ('tp', 8))
+        """
+        return tuple((axis, size) for axis in SPLITTING if (size := getattr(self, axis)) > 1)
 
     @property
-    def split_degree(self) -> int:
-        """Ranks of that axis."""
+    def peers(self) -> int:
+        """Ranks that run the same samples together; they are neighbours."""
         return self.cp * self.tp
 
     def __str__(self) -> str:
@@ -64,36 +70,42 @@ class Mesh:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BlockPlan:
-    """What is done with one block: its ZeRO stage (0 to 3), its recomputation, and how it is split over tp or cp.
+    """What is done with one block: its ZeRO stage (0 to 3), its recomputation, and how it is split over ranks.
 
-    `sharding` is an index into `Plan.shardings`; None where the mesh has neither.
+    `shardings` are indices into `Plan.shardings`, one for each of `Mesh.splits` in their order.
     """
 
     name: str
     zero: int
     recompute: Recompute
-    sharding: int | None = None
+    shardings: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CollectivePlan:
-    """Equal collectives that a block makes over `tp` or `cp` in one micro-batch; bytes as in `collectives`."""
+    """Equal collectives of one cause that a block makes over an axis in a micro-batch, or once a step.
+
+    Bytes are as in `collectives`.
+    """
 
     collective: str
-    phase: Literal["forward", "backward"]
+    phase: Phase
     count: int
     num_bytes: float
+    cause: str = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ShardingPlan:
-    """How the blocks of one class run on the ranks of `tp` or `cp`, as text; equal blocks share one.
+    """How the blocks of one class run on the ranks of an axis, as text; equal blocks share one.
 
-    `nodes` has the option of each node (`R,S0[64]>S1[64]`: placements of its operands, then of what it makes), the
-    next four the placement of each tensor of the block, in its order (`planner.shard.placement` defines the words).
+    They split the blocks as the axes before this one have left them (`Mesh.splits`). `nodes` has the option of each
+    node (`R,S0[64]>S1[64]`: placements of its operands, then of what it makes), the next four the placement of each
+    tensor of the block, in its order (`planner.shard.placement` defines the words).
     For people: `words` says of each parameter what is split, `collectives` what the block communicates.
     """
 
+    axis: str = "tp"
     nodes: tuple[str, ...] = ()
     parameters: tuple[str, ...] = ()
     buffers: tuple[str, ...] = ()
@@ -105,7 +117,7 @@ class ShardingPlan:
     @property
     def fingerprint(self) -> str:
         """A short word that shardings share which are executed alike."""
-        executed = (self.nodes, self.parameters, self.buffers, self.inputs, self.outputs)
+        executed = (self.axis, self.nodes, self.parameters, self.buffers, self.inputs, self.outputs)
         return hashlib.sha256(repr(executed).encode()).hexdigest()[:8]
 
 
@@ -131,7 +143,8 @@ class Prediction:
 
     `peak_bytes` and `capacity_bytes` are per rank, the heaviest rank of each stage. `gap` is
     (this plan - proven lower bound) / this plan within its configuration. `mfu` is model FLOP
-    (no recomputation) over peak FLOP of the devices used. The `parts_seconds` add up to the step.
+    (no recomputation) over peak FLOP of the devices used. The `parts_seconds` add up to the step; of it
+    `measured_share` rests on rows of a profile.
     """
 
     step_seconds: float
@@ -141,11 +154,24 @@ class Prediction:
     gap: float
     mfu: float
     parts_seconds: tuple[tuple[str, float], ...] = ()
+    measured_share: float = 0.0
 
     @property
     def fits(self) -> bool:
         """Whether every stage stays within the capacity of a device."""
         return max(self.peak_bytes) <= self.capacity_bytes
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RingAttention:
+    """What a plan of context parallelism would take with ring attention, and why it is not executed so.
+
+    Seconds and bytes are as in `Prediction`, of the same choices.
+    """
+
+    step_seconds: float
+    peak_bytes: tuple[float, ...]
+    why_not: str
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -167,6 +193,7 @@ class Plan:
     inputs: tuple[InputSpec, ...] = ()
     shardings: tuple[ShardingPlan, ...] = ()
     prediction: Prediction
+    ring_attention: RingAttention | None = None
     notes: tuple[str, ...] = ()
     schema_version: int = SCHEMA_VERSION
 
@@ -207,8 +234,10 @@ class Plan:
             "notes": list(self.notes),
             "inputs": [{**asdict(i), "shape": list(i.shape)} for i in self.inputs],
             "stages": [{"blocks": [_block_data(b) for b in s.blocks]} for s in self.stages],
-            # Left out where it says nothing, so that plans without tensor parallelism read as before.
+            # Left out where it says nothing, so that plans that split no tensors read as before.
             **({"shardings": [_sharding_data(sharding) for sharding in self.shardings]} if self.shardings else {}),
+            **({} if (ring := self.ring_attention) is None else {"ring_attention": _ring_data(ring)}),
+            **({"measured_share": share} if (share := self.prediction.measured_share) else {}),
         }
 
     def dumps(self) -> str:
@@ -262,7 +291,7 @@ class Plan:
                     here, there = mine[key].get(name), theirs[key].get(name)
                     if here != there:
                         rows.append((f"{key}.{name}", _text(here), _text(there)))
-            elif key not in ("stages", "notes", "inputs", "shardings") and mine[key] != theirs[key]:
+            elif key not in ("stages", "notes", "inputs", "shardings", "ring_attention") and mine[key] != theirs[key]:
                 rows.append((key, _text(mine[key]), _text(theirs[key])))
         here_of, there_of = self._block_texts(), other._block_texts()
         for name in dict.fromkeys([*here_of, *there_of]):
@@ -279,7 +308,7 @@ class Plan:
         """What is done with each block, in words; equal words for equal shardings, whatever their index."""
         return {
             b.name: f"stage {index}, ZeRO-{b.zero}, recompute {b.recompute}"
-            + ("" if b.sharding is None else f", sharding {self.shardings[b.sharding].fingerprint}")
+            + "".join(f", {self.shardings[i].axis} sharding {self.shardings[i].fingerprint}" for i in b.shardings)
             for index, stage in enumerate(self.stages)
             for b in stage.blocks
         }
@@ -287,13 +316,16 @@ class Plan:
 
 def _block_data(block: BlockPlan) -> dict[str, Any]:
     data = asdict(block)
-    if block.sharding is None:
-        del data["sharding"]
-    return data
+    indices = data.pop("shardings")
+    return {**data, "shardings": list(indices)} if indices else data
 
 
-def _sharding_data(sharding: ShardingPlan) -> dict[str, list[Any]]:
-    return {name: list(items) for name, items in asdict(sharding).items()}
+def _sharding_data(sharding: ShardingPlan) -> dict[str, Any]:
+    return {name: item if name == "axis" else list(item) for name, item in asdict(sharding).items()}
+
+
+def _ring_data(ring: RingAttention) -> dict[str, Any]:
+    return {**asdict(ring), "peak_bytes": list(ring.peak_bytes)}
 
 
 def write_atomically(path: Path, text: str) -> None:
@@ -413,6 +445,7 @@ def _read(data: object, origin: str) -> Plan:
     stages = _read_stages(data, reader)
     inputs = _read_inputs(data, reader)
     shardings = _read_shardings(data, reader)
+    ring = _read_ring(data, reader)
     numbers = {
         key: reader.number(data.get(key), key) for key in ("step_seconds", "bubble", "capacity_bytes", "gap", "mfu")
     }
@@ -420,6 +453,7 @@ def _read(data: object, origin: str) -> Plan:
     peaks = [reader.number(peak, f"peak_bytes[{i}]") for i, peak in enumerate(peaks)]
     parts = reader.get(data, "", "parts_seconds", dict) or {}
     parts = {name: reader.number(seconds, f"parts_seconds.{name}") for name, seconds in parts.items()}
+    share = reader.number(data.get("measured_share", 0.0), "measured_share")
     fits = reader.get(data, "", "fits", bool)
     notes = reader.get(data, "", "notes", list) or []
     if any(not isinstance(note, str) or not note.isprintable() for note in notes):
@@ -429,9 +463,15 @@ def _read(data: object, origin: str) -> Plan:
     reader.known(data, "", _TOP_KEYS)
     if not reader.faults:
         mesh = Mesh(**axes)
-        prediction = Prediction(**numbers, peak_bytes=tuple(peaks), parts_seconds=tuple(parts.items()))
+        prediction = Prediction(
+            **numbers, peak_bytes=tuple(peaks), parts_seconds=tuple(parts.items()), measured_share=share
+        )
         reader.faults += _contradictions(mesh, stages, counts, len(peaks), schedule)
-        reader.faults += _sharding_faults(mesh, stages, len(shardings))
+        reader.faults += _sharding_faults(mesh, stages, shardings)
+        if ring is not None and (mesh.cp == 1 or len(ring.peak_bytes) != len(stages)):
+            reader.faults.append(
+                f"ring_attention has {len(ring.peak_bytes)} peak_bytes for {len(stages)} stages and cp {mesh.cp}"
+            )
         if devices != mesh.num_devices:
             reader.faults.append(f"devices is {devices}, the mesh has {mesh.num_devices}")
         if peaks and fits != prediction.fits:
@@ -451,6 +491,7 @@ def _read(data: object, origin: str) -> Plan:
         inputs=inputs,
         shardings=shardings,
         prediction=prediction,
+        ring_attention=ring,
         notes=tuple(notes),
     )
 
@@ -460,6 +501,7 @@ _TOP_KEYS = (
     "schema_version", "model", "cluster", "graph_fingerprint", "cluster_fingerprint", "precision", "optimizer",
     "global_batch", "mesh", "devices", "micro_batch", "num_microbatches", "schedule", "step_seconds", "bubble",
     "peak_bytes", "capacity_bytes", "fits", "gap", "mfu", "parts_seconds", "notes", "inputs", "stages", "shardings",
+    "ring_attention", "measured_share",
 )  # fmt: skip
 
 
@@ -470,14 +512,17 @@ def _read_stages(data: Mapping[str, Any], reader: _Reader) -> tuple[StagePlan, .
         blocks = []
         for b, block in enumerate(reader.get(stage, f"stages[{s}]", "blocks", list) or []):
             path = f"stages[{s}].blocks[{b}]"
-            reader.known(block, path, ("name", "zero", "recompute", "sharding"))
-            has_sharding = isinstance(block, Mapping) and "sharding" in block
+            reader.known(block, path, ("name", "zero", "recompute", "shardings"))
+            has_shardings = isinstance(block, Mapping) and "shardings" in block
+            indices = reader.get(block, path, "shardings", list) or [] if has_shardings else []
+            if any(isinstance(index, bool) or not isinstance(index, int) for index in indices):
+                reader.faults.append(f"{path}.shardings must hold whole numbers, is {_shown(indices)}")
             blocks.append(
                 BlockPlan(
                     name=reader.text(block, path, "name"),
                     zero=reader.one_of(block, path, "zero", (0, 1, 2, 3)),
                     recompute=reader.one_of(block, path, "recompute", get_args(Recompute)),
-                    sharding=reader.get(block, path, "sharding", int) if has_sharding else None,
+                    shardings=tuple(indices),
                 )
             )
         if not blocks:
@@ -500,7 +545,7 @@ def _read_inputs(data: Mapping[str, Any], reader: _Reader) -> tuple[InputSpec, .
 
 
 _SIZE = r"(?:\d{1,12}B?|B)"
-_PLACEMENT = rf"(?:[RQPD]|[SLD]\d{{1,3}}(?:\*{_SIZE})?\[{_SIZE}(?:,{_SIZE})*\])"
+_PLACEMENT = rf"(?:[RQPDE]|[SLD]\d{{1,3}}(?:\*{_SIZE})?\[{_SIZE}(?:,{_SIZE})*(?:@\d+(?:\.\d+)*)?\])"
 _PLACEMENT_TEXT = re.compile(_PLACEMENT)
 _OPTION_TEXT = re.compile(rf"(?:{_PLACEMENT}(?:,{_PLACEMENT})*)?>(?:(?:-|{_PLACEMENT})(?:,(?:-|{_PLACEMENT}))*)?")
 
@@ -513,7 +558,7 @@ def _read_shardings(data: Mapping[str, Any], reader: _Reader) -> tuple[ShardingP
     shardings = []
     for i, item in enumerate(reader.get(data, "", "shardings", list) or []):
         path = f"shardings[{i}]"
-        reader.known(item, path, (*keys, "words", "collectives"))
+        reader.known(item, path, ("axis", *keys, "words", "collectives"))
         texts: dict[str, tuple[str, ...]] = {}
         for key in keys:
             form = _OPTION_TEXT if key == "nodes" else _PLACEMENT_TEXT
@@ -527,7 +572,8 @@ def _read_shardings(data: Mapping[str, Any], reader: _Reader) -> tuple[ShardingP
         if any(not isinstance(line, str) or not line.isprintable() for line in words):
             reader.faults.append(f"{path}.words must hold printable text")
         made = _read_collectives(item, path, reader)
-        shardings.append(ShardingPlan(**texts, words=tuple(words), collectives=made))
+        axis = reader.one_of(item, path, "axis", SPLITTING)
+        shardings.append(ShardingPlan(axis=axis, **texts, words=tuple(words), collectives=made))
     return tuple(shardings)
 
 
@@ -535,34 +581,63 @@ def _read_collectives(item: object, path: str, reader: _Reader) -> tuple[Collect
     result = []
     for j, made in enumerate(reader.get(item, path, "collectives", list) or []):
         where = f"{path}.collectives[{j}]"
-        reader.known(made, where, ("collective", "phase", "count", "num_bytes"))
+        reader.known(made, where, ("collective", "phase", "count", "num_bytes", "cause"))
         num_bytes = made.get("num_bytes") if isinstance(made, Mapping) else None
         result.append(
             CollectivePlan(
                 collective=reader.text(made, where, "collective"),
-                phase=reader.one_of(made, where, "phase", ("forward", "backward")),
+                phase=reader.one_of(made, where, "phase", get_args(Phase)),
                 count=reader.positive(made, where, "count"),
                 num_bytes=reader.number(num_bytes, f"{where}.num_bytes"),
+                cause=reader.text(made, where, "cause") if isinstance(made, Mapping) and "cause" in made else "",
             )
         )
     return tuple(result)
 
 
-def _sharding_faults(mesh: Mesh, stages: tuple[StagePlan, ...], num_shardings: int) -> list[str]:
-    """With an axis that splits every block has a sharding that is there, without one none."""
+def _read_ring(data: Mapping[str, Any], reader: _Reader) -> RingAttention | None:
+    """The optional price of ring attention."""
+    if "ring_attention" not in data:
+        return None
+    path = "ring_attention"
+    item = reader.get(data, "", path, dict)
+    reader.known(item, path, ("step_seconds", "peak_bytes", "why_not"))
+    seconds = reader.number(item.get("step_seconds") if isinstance(item, Mapping) else None, f"{path}.step_seconds")
+    peaks = reader.get(item, path, "peak_bytes", list) or []
+    return RingAttention(
+        step_seconds=seconds,
+        peak_bytes=tuple(reader.number(peak, f"{path}.peak_bytes[{i}]") for i, peak in enumerate(peaks)),
+        why_not=reader.text(item, path, "why_not"),
+    )
+
+
+def _sharding_faults(mesh: Mesh, stages: tuple[StagePlan, ...], shardings: tuple[ShardingPlan, ...]) -> list[str]:
+    """Every block has a sharding that is there for each axis that splits, and no other."""
     faults = []
+    used = set()
     for s, stage in enumerate(stages):
         for b, block in enumerate(stage.blocks):
-            path = f"stages[{s}].blocks[{b}].sharding"
-            if mesh.split_degree > 1 and block.sharding is None:
-                faults.append(f"{path} is missing: mesh.{mesh.split_axis} is {mesh.split_degree}")
-            elif mesh.split_degree == 1 and block.sharding is not None:
-                faults.append(f"{path} is {block.sharding}, but mesh.tp and mesh.cp are 1")
-            elif block.sharding is not None and not 0 <= block.sharding < num_shardings:
-                faults.append(f"{path} is {block.sharding}, there are {num_shardings} shardings")
-    used = {block.sharding for stage in stages for block in stage.blocks}
-    faults += [f"shardings[{i}] is of no block" for i in range(num_shardings) if i not in used]
+            path = f"stages[{s}].blocks[{b}].shardings"
+            if len(block.shardings) != len(mesh.splits):
+                wanted = " and ".join(f"mesh.{axis} is {size}" for axis, size in mesh.splits)
+                faults.append(
+                    f"{path} has {len(block.shardings)} entries, but "
+                    + (f"{wanted}: one for each" if wanted else f"mesh.{', mesh.'.join(SPLITTING)} are 1")
+                )
+                continue
+            for (axis, _), index in zip(mesh.splits, block.shardings, strict=True):
+                used.add(index)
+                if not 0 <= index < len(shardings):
+                    faults.append(f"{path} has {index}, there are {len(shardings)} shardings")
+                elif shardings[index].axis != axis:
+                    faults.append(f"{path} has {index} for {axis}, which is of {shardings[index].axis}")
+    if not faults:
+        faults += [f"shardings[{i}] is of no block" for i in range(len(shardings)) if i not in used]
     return faults
+
+
+def _sharding_axis(mesh: Mesh) -> str:
+    return next((axis for axis in ("cp", "ep") if getattr(mesh, axis) > 1), "dp_shard")
 
 
 def _contradictions(
@@ -578,10 +653,8 @@ def _contradictions(
         faults.append(f"mesh.pp is {mesh.pp} but there are {len(stages)} stages")
     if num_peaks != len(stages):
         faults.append(f"peak_bytes has {num_peaks} entries for {len(stages)} stages")
-    if mesh.ep != 1:
-        faults.append(f"mesh.ep is {mesh.ep}; this release runs only 1")
-    if mesh.cp > 1 and mesh.tp > 1:
-        faults.append(f"mesh.cp is {mesh.cp} and mesh.tp is {mesh.tp}; this release runs one of the two, not both")
+    if min(mesh.ep, mesh.cp) > 1:
+        faults.append(f"mesh.ep is {mesh.ep} and mesh.cp is {mesh.cp}; this release runs one of the two at a time")
     parts = counts["micro_batch"] * counts["num_microbatches"] * mesh.dp
     if parts != counts["global_batch"]:
         faults.append(
@@ -594,7 +667,7 @@ def _contradictions(
         faults.append("stages name a block twice")
     all_zero_0 = all(b.zero == 0 for s in stages for b in s.blocks)
     if mesh.shards > 1 and any(b.zero == 0 for s in stages for b in s.blocks):
-        faults.append(f"blocks with ZeRO-0 need dp_replicate, the mesh has {'dp_shard' if mesh.cp == 1 else 'cp'}")
+        faults.append(f"blocks with ZeRO-0 need dp_replicate, the mesh has {_sharding_axis(mesh)}")
     if mesh.shards == 1 and not all_zero_0:
         faults.append("blocks with ZeRO-1, 2 or 3 need dp_shard, the mesh has none")
     for s, stage in enumerate(stages):

@@ -211,12 +211,12 @@ def shardings_of(graph: Graph, variant: str, axis: str = "tp") -> tuple[Sharding
 
 
 def plan_of(graph: Graph, variant: str, axis: str = "tp") -> Plan:
-    distinct, of_block = stored(shardings_of(graph, variant, axis))
+    distinct, of_block = stored(shardings_of(graph, variant, axis), axis)
     kind = Kind(name="", zero=(int(axis == "cp"),))  # ranks of cp shard parameters
     plan = make_plan(
         graph, kind, global_batch=SAMPLES, num_microbatches=2, mesh=Mesh(**{axis: 2}), shardings=distinct
     )  # fmt: skip
-    blocks = [replace(b, sharding=i) for b, i in zip(plan.stages[0].blocks, of_block, strict=True)]
+    blocks = [replace(b, shardings=(i,)) for b, i in zip(plan.stages[0].blocks, of_block, strict=True)]
     return replace(plan, stages=(replace(plan.stages[0], blocks=tuple(blocks)),))
 
 

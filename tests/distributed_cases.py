@@ -15,11 +15,13 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from planner.errors import PlanError, RunError
 from planner.graph import Batch, Graph
-from planner.plan import BlockPlan, InputSpec, Mesh, Plan, Prediction, StagePlan
+from planner.plan import BlockPlan, InputSpec, Mesh, Plan, Prediction, ShardingPlan, StagePlan
 from planner.runtime import Trainer, apply, apply_plan
 from planner.runtime.execute import GraphEngine, stage_positions
+from planner.shard.localize import localize
 from planner.shard.placement import Sharding, is_floating, split
 from planner.shard.program import Prices, resharded, variants
+from planner.shard.spread import spread_experts
 from planner.shard.stored import stored
 from planner.trace import trace
 from tests import models
@@ -56,7 +58,8 @@ class Kind:
     sizes: Sequence[int] = ()  # blocks of all stages but the longest, which takes the rest; empty: about equal
     longest: int = 0
     tp: int = 1
-    cp: int = 1  # or tp, not both; these ranks shard parameters, so ZeRO-0 is not for them
+    cp: int = 1  # these ranks shard parameters, so ZeRO-0 is not for them
+    ep: int = 1  # of `shards`
     variant: str = "fast"  # of those that are found for tp or cp; the last one if there is none of the name
 
     @property
@@ -122,7 +125,27 @@ KINDS = {
         Kind(name="HSDP 2x1xCP2 ZeRO 1/3/2 mixed", cp=2, dp=2, shards=1, zero=(1, 3, 2)),
         Kind(name="PP2xCP2 1F1B ZeRO-1, recompute", pp=2, cp=2, zero=(1,), recompute=("none", "full")),
         Kind(name="PP2xCP2 GPipe ZeRO-3 lean", pp=2, cp=2, zero=(3,), schedule="gpipe", variant="lean"),
+        Kind(name="EP2 ZeRO-1", dp=2, ep=2, zero=(1,)),
+        Kind(name="EP2 ZeRO-2, recompute", dp=2, ep=2, zero=(2,), recompute=("full",)),
+        Kind(name="EP2 ZeRO-3, recompute", dp=2, ep=2, zero=(3,), recompute=("full", "none")),
+        Kind(name="DP2xEP2 ZeRO-1", dp=4, ep=2, zero=(1,)),
+        Kind(name="DP2xEP2 ZeRO-3, recompute", dp=4, ep=2, zero=(3,), recompute=("full", "none")),
+        Kind(name="EP4 ZeRO-2", dp=4, ep=4, zero=(2,)),
+        Kind(name="HSDP 2xEP2 ZeRO 1/3/2 mixed", dp=4, shards=2, ep=2, zero=(1, 3, 2), recompute=("none", "full")),
+        Kind(name="PP2xEP2 1F1B ZeRO-1, recompute", pp=2, dp=2, ep=2, zero=(1,), recompute=("full", "none")),
+        Kind(name="PP2xEP2 GPipe ZeRO-3", pp=2, dp=2, ep=2, zero=(3,), schedule="gpipe"),
+        Kind(name="EP2xTP2 ZeRO-1", dp=2, ep=2, tp=2, zero=(1,)),
+        Kind(name="EP2xTP2 ZeRO-3, recompute", dp=2, ep=2, tp=2, zero=(3,), variant="leanest", recompute=("full",)),
         Kind(name="HSDP 2x2xTP2 ZeRO 1/3/2 mixed", dp=4, shards=2, tp=2, zero=(1, 3, 2), variant="leanest"),
+        Kind(name="CP2xTP2 ZeRO-1", cp=2, tp=2, zero=(1,)),
+        Kind(name="CP2xTP2 ZeRO-2 lean, recompute", cp=2, tp=2, zero=(2,), variant="lean", recompute=("full", "none")),
+        Kind(name="CP2xTP2 ZeRO-3 leanest", cp=2, tp=2, zero=(3,), variant="leanest"),
+        Kind(name="CP2xTP2xDP2 ZeRO 1/3/2 mixed", cp=2, tp=2, dp=2, zero=(1, 3, 2), variant="leanest"),
+        Kind(
+            name="PP2xCP2xTP2 1F1B ZeRO-3, recompute", pp=2, cp=2, tp=2, zero=(3,), variant="leanest",
+            recompute=("none", "full"),
+        ),
+        Kind(name="PP2xCP2xTP2 GPipe ZeRO-1", pp=2, cp=2, tp=2, zero=(1,), schedule="gpipe"),
     )
 }  # fmt: skip
 NUM_MICROBATCHES = 6  # not a power of two
@@ -158,14 +181,22 @@ def make_plan(
     for _, readers in graph.tie_groups:
         for reader in readers:
             zeros[reader] = zeros[readers[0]]
-    shardings: Sequence[Any] = ()
-    of_block: Sequence[int | None] = [None] * count
-    if kind.tp * kind.cp > 1:
-        made = found_shardings(graph, kind.tp * kind.cp, kind.variant, whole_parameters=kind.cp > 1)
-        shardings, of_block = stored(made)
+    mesh = Mesh(cp=kind.cp, ep=kind.ep, tp=kind.tp)
+    shardings: list[ShardingPlan] = []
+    of_block: list[tuple[int, ...]] = [() for _ in graph.blocks]
+    whole = graph
+    for axis, degree in mesh.splits:
+        if axis == "ep":
+            made = spread_experts(whole, degree)
+        else:
+            made = found_shardings(whole, degree, kind.variant, whole_parameters=axis == "cp")
+        distinct, indices = stored(made, axis)
+        of_block = [(*before, len(shardings) + index) for before, index in zip(of_block, indices, strict=True)]
+        shardings += distinct
+        whole = localize(whole, made, degree, axis=axis).graph
     plans = [
         BlockPlan(
-            name=block.name, zero=zeros[i], recompute=kind.recompute[i % len(kind.recompute)], sharding=of_block[i]
+            name=block.name, zero=zeros[i], recompute=kind.recompute[i % len(kind.recompute)], shardings=of_block[i]
         )
         for i, block in enumerate(graph.blocks)
     ]  # fmt: skip
@@ -182,8 +213,10 @@ def make_plan(
         "micro_batch": global_batch // kind.dp // num_microbatches,
         "num_microbatches": num_microbatches,
         "schedule": kind.schedule,
-        "mesh": Mesh(pp=kind.pp, dp_replicate=kind.dp // shards, dp_shard=shards, cp=kind.cp, tp=kind.tp),
-        "shardings": shardings,
+        "mesh": Mesh(
+            pp=kind.pp, dp_replicate=kind.dp // shards, dp_shard=shards // kind.ep, cp=kind.cp, ep=kind.ep, tp=kind.tp
+        ),
+        "shardings": tuple(shardings),
         "stages": tuple(
             StagePlan(blocks=tuple(plans[a : a + n])) for a, n in zip(starts, sizes, strict=True)
         ),

@@ -74,8 +74,8 @@ def shares_split(graph: Graph, plan: Plan) -> tuple[float, float]:
     placed: dict[int, Placement] = {}
     by_tokens = []
     for block, block_plan in zip(graph.blocks, plan.block_plans, strict=True):
-        assert block_plan.sharding is not None
-        sharding = plan.shardings[block_plan.sharding]
+        (index,) = block_plan.shardings
+        sharding = plan.shardings[index]
         placed |= zip(block.parameters, map(Placement.parse, sharding.parameters), strict=True)
         handed_on = map(Placement.parse, sharding.outputs)
         by_tokens.append(any(p.is_split and p.dim == 1 for p in handed_on))

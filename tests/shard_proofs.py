@@ -268,7 +268,8 @@ class Counted:
         def counted(x: torch.Tensor, *args: Any) -> Any:
             factor = self.size if name == "all_gather" else 1
             is_backward = torch._C._current_autograd_node() is not None  # private: nothing public tells
-            self._made.append(("backward" if is_backward else "forward", name, factor * x.numel() * x.itemsize))
+            phase, kind = "backward" if is_backward else "forward", name.removesuffix("_rows")
+            self._made.append((phase, kind, factor * x.numel() * x.itemsize))
             return function(x, *args)
 
         return counted

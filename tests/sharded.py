@@ -10,6 +10,7 @@ from torch import nn
 
 from planner.graph import Batch, Block, Graph, Node, Size
 from planner.runtime.blocks import constant
+from planner.shard.chain import AxisSplit, Link
 from planner.shard.localize import Localized
 from planner.shard.placement import (
     Conversion,
@@ -25,7 +26,7 @@ from planner.shard.placement import (
 )
 from planner.shard.rules import options
 from planner.trace.aten import run_nodes
-from planner.trace.parallel import Communicator, Threads, bound, piece_of, put_together
+from planner.trace.parallel import Communicator, Grid, Threads, bound, piece_of, put_together
 
 
 def sizes(placement: Placement, micro_batch: int) -> tuple[int, list[int], int]:
@@ -76,6 +77,11 @@ def together(
     for other in held[1:]:
         torch.testing.assert_close(other, held[0], rtol=1e-9, atol=1e-12, equal_nan=True)
     return held[0]
+
+
+def split_by(shardings: Sequence[Sharding], degree: int, axis: str = "tp") -> tuple[AxisSplit, ...]:
+    """One axis as what splits; no axis where there are no shardings."""
+    return (AxisSplit(axis=axis, degree=degree, shardings=tuple(shardings)),) if shardings else ()
 
 
 # --- whole graphs ---------------------------------------------------------------------------------
@@ -151,6 +157,48 @@ def run_localized(
         loss=together([outcome.loss for outcome in found], R),
         gradients={tensor: gradient(tensor) for tensor in found[0].gradients},
         buffers={t: together([o.buffers[t] for o in found], placed.get(t, R)) for t in found[0].buffers},
+    )
+
+
+def run_chained(links: Sequence[Link], values: Mapping[int, torch.Tensor], micro_batch: int) -> Outcome:
+    """A graph that several axes split, on a grid of threads; what they give is put together, axis by axis."""
+    grid = Grid([(link.split.axis, link.split.degree) for link in links])
+
+    def each_on(link: Link, held: Sequence[torch.Tensor], tensor: int, *, is_gradient: bool = False) -> torch.Tensor:
+        placement = link.local.placements.get(tensor, R)
+        return together(held, placement, micro_batch=micro_batch, is_gradient=is_gradient)
+
+    def parts(value: torch.Tensor, tensor: int) -> list[torch.Tensor]:
+        held = [value]
+        for link in links:
+            placement = link.local.placements.get(tensor, R)
+            held = [x for one in held for x in apart(one, placement, link.split.degree, micro_batch=micro_batch)]
+        return held
+
+    def joined(held: Sequence[torch.Tensor], tensor: int, *, is_gradient: bool = False) -> torch.Tensor:
+        for link in reversed(links):
+            degree = link.split.degree
+            groups = [held[i : i + degree] for i in range(0, len(held), degree)]
+            held = [each_on(link, group, tensor, is_gradient=is_gradient) for group in groups]
+        return held[0]
+
+    held = {i: parts(x, i) for i, x in values.items()}
+    local = links[-1].local.graph
+    found = grid.run(
+        lambda rank, communicators: _run(
+            local, {i: x[rank] for i, x in held.items()}, micro_batch, bound(communicators)
+        )
+    )
+
+    def gradient(tensor: int) -> torch.Tensor | None:
+        present = [g for outcome in found if (g := outcome.gradients[tensor]) is not None]
+        assert len(present) in (0, grid.size)
+        return joined(present, tensor, is_gradient=True) if present else None
+
+    return Outcome(
+        loss=joined([outcome.loss for outcome in found], local.loss),
+        gradients={tensor: gradient(tensor) for tensor in found[0].gradients},
+        buffers={t: joined([o.buffers[t] for o in found], t) for t in found[0].buffers},
     )
 
 

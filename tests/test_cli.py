@@ -118,7 +118,7 @@ def _left(folder):
         (["own.py:no_loss", *ON_A100S], r"the model returns a tensor of shape .*; return a scalar loss"),
         (["mlp-tiny", "--cluster", A100S, "--global-batch", 7, "--fix", "dp=2"], "7 is not divisible by 2 .*use a"),
         (["mlp-tiny", *ON_A100S, "--fix", "devices=8,dp=3"], "64 is not divisible by 3"),
-        (["mlp-tiny", *ON_A100S, "--fix", "foo=1"], "'foo' is none of pp, dp, dp_shard, tp, cp, zero"),
+        (["mlp-tiny", *ON_A100S, "--fix", "foo=1"], "'foo' is none of pp, dp, dp_shard, tp, cp, ep, zero"),
         (["mlp-tiny", *ON_A100S, "--fix", "dp"], "'dp' has no value"),
         (["mlp-tiny", *ON_A100S, "--fix", "dp=2,dp=4"], "dp is fixed twice"),
         (["mlp-tiny", *ON_A100S, "--fix", "dp=²"], "dp must be a whole number"),
@@ -205,7 +205,7 @@ def test_wrong_usage_is_one_sentence_and_exit_code_2(arguments, message, cli, fo
         (b"half", "plan.json is no JSON"),
         (b"\x00\xff", "not a text file"),
         (b"{}", "schema version null"),
-        (b'{"schema_version": 1}', "plan.json is no valid plan: model is missing; "),
+        (b'{"schema_version": 2}', "plan.json is no valid plan: model is missing; "),
         ("folder", "Is a directory"),
     ],
 )
@@ -328,7 +328,10 @@ def test_the_table_and_what_the_search_did(cli, folder):
     assert outcome.err == ""
     assert lines[0].startswith("mlp-tiny on 1x8xA100-80GB (8 x A100-80GB, ")
     assert re.search(
-        r"^\d+ configurations considered, \d+ bounded, \d+ solved as integer programs, in ", outcome.out, re.M
+        r"^\d+ configurations considered, \d+ bounded, (\d+ solved as integer programs|the bounds of which prove the "
+        r"ranking), in ",
+        outcome.out,
+        re.M,
     )
     assert lines[-1] == "the first is written to plan.json; autoplan show prints it block by block"
     assert max(map(len, lines)) <= 120
@@ -492,7 +495,7 @@ def test_the_options_are_frozen():
     always = ["--help", "--json", "--verbose", "-h"]
 
     assert found == {
-        "plan": sorted([*always, *planning, "--cluster", "--out", "--top", "MODEL"]),
+        "plan": sorted([*always, *planning, "--any-machine", "--cluster", "--out", "--profile", "--top", "MODEL"]),
         "trace": sorted([*always, "--device", "--precision", "--seq", "MODEL"]),
         "show": sorted([*always, "--sharding", "PLAN"]),
         "diff": sorted([*always, "OTHER", "PLAN"]),
@@ -500,26 +503,48 @@ def test_the_options_are_frozen():
             [
                 *always,
                 *planning,
+                "--any-machine",
                 "--check",
                 "--cluster",
                 "--count-experts",
                 "--data",
                 "--lr",
                 "--no-check",
+                "--no-measure",
                 "--nproc",
                 "--plan",
+                "--profile",
                 "--seed",
                 "--steps",
                 "--weights",
                 "MODEL",
             ]
         ),
+        "measure": sorted(
+            [
+                *always,
+                "--any-machine",
+                "--budget",
+                "--device",
+                "--micro-batch",
+                "--nccl-tests",
+                "--nproc",
+                "--only",
+                "--out",
+                "--precision",
+                "--seq",
+                "--topology",
+                "--tp",
+                "MODEL",
+            ]
+        ),
+        "validate": sorted([*always, "--explain", "--html", "FILE.csv"]),
         "models": sorted([*always, "NAME"]),
         "cluster": sorted([*always, "--nproc", "NAME"]),
     }
 
 
-@pytest.mark.parametrize("command", ["", "plan", "show", "diff", "run", "models", "cluster"])
+@pytest.mark.parametrize("command", ["", "plan", "show", "diff", "run", "models", "cluster", "measure", "validate"])
 def test_every_option_is_explained(command, cli):
     outcome = cli(*filter(None, [command]), "--help")
     [action] = [a for a in cli_module.parser()._actions if hasattr(a, "choices") and a.choices]

@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from planner.cluster import Cluster
+from planner.cluster import Cluster, Slowdown
 from planner.collectives import (
     all_reduce_seconds,
     axis_group,
@@ -30,6 +30,7 @@ from planner.graph import (
 )
 from planner.operators import kernel_seconds
 from planner.plan import Mesh
+from planner.shard.chain import AxisSplit
 from planner.shard.placement import Q, R, Sharding
 
 CLUSTER = Cluster.load("2x8xA100-80GB")
@@ -219,7 +220,7 @@ def test_zero_3_gathers_twice_per_micro_batch_and_zero_2_once_per_step():
     assert costs.exposed_seconds[1, 4] > costs.exposed_seconds[1, 2] > costs.exposed_seconds[1, 0]
 
 
-@given(st.floats(0, 10), st.floats(0, 10), st.floats(1, 2))
+@given(st.floats(0, 10), st.floats(0, 10), st.builds(Slowdown, st.floats(1, 4), st.floats(1, 4)))
 def test_what_overlap_adds_is_the_definition_of_collectives(compute, link, slowdown):
     added = float(exposed_seconds(np.array([compute]), np.array([link]), slowdown)[0])
 
@@ -244,11 +245,12 @@ def _split_graph(graph, *collectives):
     )
 
 
-def _shardings(graph, placement):
-    return [
+def _splits(mesh, graph, placement):
+    shardings = tuple(
         Sharding(options=(), parameters=(placement,) * len(b.parameters), buffers=(), inputs=(), outputs=())
         for b in graph.blocks
-    ]  # fmt: skip
+    )  # fmt: skip
+    return [AxisSplit(axis=axis, degree=degree, shardings=shardings) for axis, degree in mesh.splits]
 
 
 FORWARD = Communicated(collective="all_reduce", axis="tp", phase="forward", num_bytes=per_sample(2**24))
@@ -261,7 +263,7 @@ def test_collectives_inside_of_blocks_are_waited_for_and_repeated_by_recomputati
     cluster = replace(CLUSTER, device=device)
     mesh = Mesh(dp_replicate=2, tp=8)
     plain, split = GPT, _split_graph(GPT, FORWARD, FORWARD, BACKWARD)
-    options = {"mesh": mesh, "cluster": cluster, "shardings": _shardings(GPT, R)}
+    options = {"mesh": mesh, "cluster": cluster, "splits": _splits(mesh, GPT, R)}
     before, after = priced(plain, **options), priced(split, **options)
     group = axis_group(cluster, {"dp_replicate": 2, "tp": 8}, "tp")
     forward = 2 * all_reduce_seconds(2 * 2**24, group)
@@ -276,12 +278,31 @@ def test_collectives_inside_of_blocks_are_waited_for_and_repeated_by_recomputati
     assert (after.forward_seconds - before.forward_seconds)[0].tolist() == [0.0, 0.0]
 
 
+def test_collectives_of_each_axis_are_priced_on_its_own_group():
+    """Of 16 ranks tp has neighbours in a node, cp those 8 apart: what is sent over cp passes between nodes."""
+    device = replace(CLUSTER.device, dispatch_seconds=0.0, wrapper_seconds=0.0, block_seconds=0.0)
+    cluster, mesh = replace(CLUSTER, device=device), Mesh(cp=2, tp=8)
+    over_cp = replace(FORWARD, axis="cp")
+    options = {"mesh": mesh, "cluster": cluster, "splits": _splits(mesh, GPT, R)}
+
+    def added(*made):
+        before, after = (priced(_split_graph(GPT, *each), **options).forward_seconds for each in ((), made))
+        return float((after - before)[1, 0])
+
+    both, one, other = added(FORWARD, over_cp), added(FORWARD), added(over_cp)
+    sizes = {"cp": 2, "tp": 8}
+    for axis, seconds in (("tp", one), ("cp", other)):
+        assert seconds == pytest.approx(all_reduce_seconds(2 * 2**24, axis_group(cluster, sizes, axis)))
+    assert both == pytest.approx(one + other)
+    assert abs(one - other) > 0.2 * one
+
+
 def test_gathers_hide_behind_tensor_parallel_collectives_only_on_other_links():
     """Eight tensor-parallel ranks fill a node, so shards gather between nodes; of four a node has two, which share."""
     split = _split_graph(GPT, *[FORWARD] * 200)
 
     def gathered(mesh, graph):
-        costs = priced(graph, mesh=mesh, shardings=_shardings(GPT, R), num_microbatches=1)
+        costs = priced(graph, mesh=mesh, splits=_splits(mesh, GPT, R), num_microbatches=1)
         inside = 200 * all_reduce_seconds(2 * 2**24, axis_group(CLUSTER, asdict(mesh), "tp")) if graph is split else 0
         return float(costs.exposed_seconds[2, -2] - inside)  # ZeRO-3 without recomputation
 
@@ -292,7 +313,7 @@ def test_gathers_hide_behind_tensor_parallel_collectives_only_on_other_links():
 
 def test_partial_gradients_are_summed_once_a_step_over_the_shards():
     mesh = Mesh(dp_shard=2, tp=8)
-    whole, partial = (priced(mesh=mesh, shardings=_shardings(GPT, p)) for p in (R, Q))
+    whole, partial = (priced(mesh=mesh, splits=_splits(mesh, GPT, p)) for p in (R, Q))
     group = axis_group(CLUSTER, {"dp_shard": 2, "tp": 8}, "tp")
     shards = sum(GPT.tensors[p].num_elements.fixed for b in GPT.blocks for p in b.parameters) / 2
 
@@ -304,7 +325,7 @@ def test_partial_gradients_are_summed_once_a_step_over_the_shards():
 def test_least_seconds_are_a_bound_of_every_strategy():
     graph = _split_graph(GPT, FORWARD, BACKWARD)
     for mesh in (Mesh(tp=2), Mesh(dp_shard=4, tp=2), Mesh(pp=2, dp_replicate=2, tp=4)):
-        costs = priced(graph, mesh=mesh, shardings=_shardings(GPT, Q))
+        costs = priced(graph, mesh=mesh, splits=_splits(mesh, GPT, Q))
         least = least_seconds(graph, CLUSTER, mesh=mesh, micro_batch=2)
 
         assert 0 < least <= costs.seconds.min(1).sum() + costs.num_stages * costs.stage_seconds + 1e-12
@@ -401,8 +422,8 @@ def test_recomputation_never_holds_more_activations(micro_batch, num_microbatche
 @pytest.mark.parametrize(
     ("changes", "error", "words"),
     [
-        ({"mesh": Mesh(ep=2)}, PlanError, "ep other than 1 cannot be planned yet"),
-        ({"mesh": Mesh(cp=2, tp=2)}, PlanError, "tp and cp together cannot be planned yet"),
+        ({"mesh": Mesh(ep=2, cp=2)}, PlanError, "ep and cp together cannot be planned yet"),
+        ({"mesh": Mesh(cp=2, tp=2)}, PlanError, "cp=2 needs the sharding of"),
         ({"mesh": Mesh(cp=2)}, PlanError, "cp=2 needs the sharding of"),
         ({"mesh": Mesh(tp=2)}, PlanError, "tp=2 needs the sharding of"),
         ({"precision": "fp4"}, PlannerError, "'fp4' is none of"),

@@ -1,7 +1,6 @@
 """Skips, encoder memories and models without layers, cut into stages: equal to one device, priced by what is sent."""
 
 import itertools
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -159,12 +158,6 @@ def train(name: str, kind: Kind) -> tuple[float, dict[int, int], list[int]]:
     state = trainer.state_dict()
     errors += [relative(state[key], value) for key, value in eager.state_dict().items()]
     return max(errors), sent.num_bytes, [positions.stop - 1 for positions in stage_positions(plan)]
-
-
-@pytest.fixture(scope="module")
-def four(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RankPool]:
-    with RankPool(4, tmp_path_factory.mktemp("four"), timeout_seconds=100) as pool:
-        yield pool
 
 
 @pytest.mark.distributed

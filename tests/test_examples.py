@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from planner import measure
 from planner.cluster import Cluster
 from planner.errors import ClusterError
+from planner.measure import local as measure
 from tests.command_line import TWO_CORES
 
 ROOT = Path(__file__).resolve().parent.parent

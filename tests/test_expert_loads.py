@@ -1,16 +1,17 @@
 """Tokens of experts: counted in training as the eager model's routers choose them, and fed back into the price."""
 
 import json
-from collections.abc import Iterator
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
 
 import pytest
+import torch
 
 from planner.cluster import Cluster
 from planner.errors import PlanError
 from planner.graph import Graph, Node, Ref, Tensor
+from planner.runtime.experts import ExpertCounts
 from planner.search import search, ways_to_split
 from planner.shard.loads import check_expert_loads, expert_layers, worst_loads
 from tests import expert_cases as cases
@@ -30,12 +31,6 @@ EVEN, SKEWED = [10, 10, 10, 10], [8, 6, 1, 1]
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("experts")
-
-
-@pytest.fixture(scope="module")
-def two(folder: Path) -> Iterator[RankPool]:
-    with RankPool(2, folder, timeout_seconds=100) as pool:
-        yield pool
 
 
 OTHERS = pytest.mark.matrix  # not by default
@@ -128,8 +123,8 @@ def test_loads_decide_whether_experts_are_spread_and_what_it_costs(mixtral: Grap
         ways = cache(ways_to_split(mixtral, cluster, 64, "cuda", {NAMES[0]: [1] * 8, NAMES[1]: loads}))
         plan = search(mixtral, cluster, global_batch=64, pins={"tp": 8}, sharded=ways, top=1).plans[0]
         is_spread = any("S0[8]" in sharding.parameters for sharding in plan.shardings)
-        ops = [{node.op for node in way.graph.nodes} for way in ways(8)]
-        work = [flop(way.graph) / flop(mixtral) * 8 for way in ways(8)]
+        ops = [{node.op for node in way.graph.nodes} for way in ways(("tp", 8))]
+        work = [flop(way.graph) / flop(mixtral) * 8 for way in ways(("tp", 8))]
         return (
             plan.prediction.step_seconds,
             is_spread,
@@ -188,7 +183,7 @@ def test_the_command_line_plans_by_a_file(cli: CommandLine, tmp_path: Path) -> N
 
     (plan,) = cli(*fixed({NAMES[0]: EVEN, NAMES[3]: SKEWED})).json["plans"]
     (note,) = [note for note in plan["notes"] if "experts" in note]
-    assert note.endswith("multiple of a fair share: 1.75 at tp=2 (1.12 with the experts in a better order)")
+    assert note.endswith("multiple of a fair share: 1.75 over 2 ranks of tp (1.12 over as many of ep, which reorders)")
     assert cli.error(*fixed({NAMES[0]: [1, 2]})) == (
         "blocks.0.mlp has 4 experts, loads are given for 2; measure this model"
     )
@@ -217,3 +212,19 @@ def test_a_run_refuses_to_count_experts_that_are_not_there(cli: CommandLine, tmp
     message = cli.error("run", *small, "--fix", "devices=1", "--json", "--count-experts", tmp_path / "loads.json")
     assert message == "gpt-tiny has no grouped products of experts to count; leave out --count-experts"
     assert cli.error("run", *small, "--count-experts", tmp_path).endswith("it is a folder")
+
+
+def test_loads_that_nobody_counts_are_explained(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.distributed, "get_rank", lambda: 0)
+    monkeypatch.setattr(torch.distributed, "all_reduce", lambda _: None)
+
+    gpt, moe = graph_of("gpt"), graph_of("moe")
+    caplog.clear()
+
+    assert ExpertCounts(gpt, torch.device("cpu")).read() == {}
+    assert "the model has no grouped product of experts; multiply their tokens by torch._grouped_mm" in caplog.text
+    assert "train a step first" not in caplog.text
+    assert {*map(sum, ExpertCounts(moe, torch.device("cpu")).read().values())} == {0}
+    assert "train a step first" in caplog.text

@@ -1,7 +1,6 @@
 """Models on meta get the same values for every plan and for one device, module by module."""
 
 import pickle
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -202,18 +201,6 @@ def test_hugging_face_families_are_initialised_by_their_own_methods(name: str) -
 def scaled(module: nn.Module) -> None:
     if isinstance(found := getattr(module, "logit_scale", None), nn.Parameter):
         nn.init.constant_(found, 2.6592)
-
-
-@pytest.fixture(scope="module")
-def one(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RankPool]:
-    with RankPool(1, tmp_path_factory.mktemp("one"), timeout_seconds=100) as pool:
-        yield pool
-
-
-@pytest.fixture(scope="module")
-def two(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RankPool]:
-    with RankPool(2, tmp_path_factory.mktemp("two"), timeout_seconds=100) as pool:
-        yield pool
 
 
 @pytest.mark.distributed

@@ -354,7 +354,9 @@ class Counting:
         return self._communicator.all_to_all(x)
 
     def all_to_all_rows(self, x, sends, receives):
-        return self._communicator.all_to_all_rows(x, sends, receives)
+        result = self._communicator.all_to_all_rows(x, sends, receives)
+        self._count("all_to_all", max(x.numel(), result.numel()) * x.itemsize)
+        return result
 
 
 @pytest.mark.parametrize(("name", "micro_batch"), [("llama", 2), ("gpt-tied", 3), ("bert", 3)])

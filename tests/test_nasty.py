@@ -1,7 +1,7 @@
 """What real modules do: each of these trains as the eager module does, or is refused with the user's line."""
 
 import copy
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -271,12 +271,6 @@ def train(name: str, kind_name: str) -> tuple[list[float], dict[str, Tensor]]:
     trainer = apply_plan(plan, model, graph=graph, optimizer=models.sgd)
     losses = [trainer.step(own_part(case.batch(step), trainer)) for step in range(STEPS)]
     return losses, trainer.state_dict()
-
-
-@pytest.fixture(scope="module")
-def two(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RankPool]:
-    with RankPool(2, tmp_path_factory.mktemp("nasty"), timeout_seconds=100) as pool:
-        yield pool
 
 
 @pytest.mark.distributed

@@ -128,8 +128,8 @@ def test_a_failure_while_writing_keeps_the_old_file(tmp_path, monkeypatch):
         (b"\x80\x00\xff\xfe", "cannot read the plan .*: not a text file"),
         (b"[" * 100_000, "is no JSON"),
         (b"[1, 2]", "holds no plan: it must be a JSON object"),
-        (b"{}", "has schema version null, this release reads 1"),
-        (_changed(schema_version=2).encode(), "has schema version 2, this release reads 1; make it again"),
+        (b"{}", "has schema version null, this release reads 2"),
+        (_changed(schema_version=1).encode(), "has schema version 1, this release reads 2; make it again"),
         (_changed(schema_version=True).encode(), "has schema version true"),
     ],
 )
@@ -191,10 +191,13 @@ def test_every_error_is_named_at_once_with_its_path():
         ({"peak_bytes": [1.0]}, "peak_bytes has 1 entries for 2 stages"),
         ({"stages": []}, "mesh.pp is 2 but there are 0 stages"),
         ({"micro_batch": 16, "num_microbatches": 1}, "1f1b needs at least as many micro-batches as stages: 1 < 2"),
-        ({"mesh": {**PLAN.to_dict()["mesh"], "tp": 2}, "devices": 8}, r"blocks\[0\].sharding is missing: mesh.tp is 2"),
-        ({"mesh": {**PLAN.to_dict()["mesh"], "cp": 2}, "devices": 8}, r"blocks\[0\].sharding is missing: mesh.cp is 2"),
-        ({"mesh": {**PLAN.to_dict()["mesh"], "ep": 2}, "devices": 8}, "mesh.ep is 2; this release runs only 1"),
-        ({"mesh": {**PLAN.to_dict()["mesh"], "cp": 2, "tp": 2}, "devices": 16}, "mesh.cp is 2 and mesh.tp is 2; this"),
+        ({"mesh": {**PLAN.to_dict()["mesh"], "tp": 2}, "devices": 8}, "has 0 entries, but mesh.tp is 2: one"),
+        ({"mesh": {**PLAN.to_dict()["mesh"], "cp": 2}, "devices": 8}, "has 0 entries, but mesh.cp is 2: one"),
+        (
+            {"mesh": {**PLAN.to_dict()["mesh"], "cp": 2, "ep": 2}, "devices": 16},
+            "mesh.ep is 2 and mesh.cp is 2; this release runs one of the two at a time",
+        ),
+        ({"mesh": {**PLAN.to_dict()["mesh"], "cp": 2, "tp": 2}, "devices": 16}, "mesh.cp is 2 and mesh.tp is 2: one"),
         (
             {"mesh": {**PLAN.to_dict()["mesh"], "dp_replicate": 2, "dp_shard": 1}},
             "blocks with ZeRO-1, 2 or 3 need dp_shard, the mesh has none",
@@ -227,7 +230,7 @@ def _split() -> Plan:
         collectives=(CollectivePlan(collective="all_reduce", phase="forward", count=2, num_bytes=2.0**20),),
     )
     whole = ShardingPlan(nodes=("R>R",), parameters=("Q",))
-    blocks = [replace(b, sharding=int(b.name in ("embed", "head"))) for b in PLAN.block_plans]
+    blocks = [replace(b, shardings=(int(b.name in ("embed", "head")),)) for b in PLAN.block_plans]
     return replace(
         PLAN,
         mesh=Mesh(pp=2, dp_shard=2, tp=2),
@@ -240,7 +243,7 @@ def test_a_plan_with_tensor_parallelism_is_read_back_equal_and_shown():
     plan = _split()
 
     assert Plan.loads(plan.dumps()) == plan
-    assert plan.to_dict()["stages"][0]["blocks"][1]["sharding"] == 0
+    assert plan.to_dict()["stages"][0]["blocks"][1]["shardings"] == [0]
     assert describe_layout(plan) == "pp 2 x dp 2 x tp 2"
     assert sharding_text(plan).splitlines()[2:7] == [
         "    forward: no collective",
@@ -256,7 +259,7 @@ def test_a_plan_without_tensor_parallelism_is_written_as_before():
     data = PLAN.to_dict()
 
     assert "shardings" not in data
-    assert "sharding" not in data["stages"][0]["blocks"][0]
+    assert "shardings" not in data["stages"][0]["blocks"][0]
     assert "no rank has a part of a block" in sharding_text(PLAN)
 
 
@@ -271,9 +274,13 @@ def test_a_plan_without_tensor_parallelism_is_written_as_before():
         (("shardings", 0, "collectives", 0, "count"), 0, r"collectives\[0\].count must be at least 1"),
         (("shardings", 0, "collectives", 0, "phase"), "sideways", r"phase must be one of forward, backward"),
         (("shardings", 0, "words"), [1], r"shardings\[0\].words must hold printable text"),
-        (("stages", 0, "blocks", 1, "sharding"), 2, "sharding is 2, there are 2 shardings"),
-        (("stages", 0, "blocks", 1, "sharding"), None, "sharding must be a whole number, is null"),
-        (("mesh", "tp"), 1, r"blocks\[0\].sharding is 1, but mesh.tp and mesh.cp are 1"),
+        (("shardings", 0, "axis"), "pp", "axis must be one of cp, ep, tp"),
+        (("shardings", 0, "axis"), "cp", r"blocks\[1\].shardings has 0 for tp, which is of cp"),
+        (("stages", 0, "blocks", 1, "shardings"), [2], "shardings has 2, there are 2 shardings"),
+        (("stages", 0, "blocks", 1, "shardings"), [0, 1], "shardings has 2 entries, but mesh.tp is 2: one for each"),
+        (("stages", 0, "blocks", 1, "shardings"), [None], "shardings must hold whole numbers"),
+        (("stages", 0, "blocks", 1, "shardings"), None, "shardings must be a list, is null"),
+        (("mesh", "tp"), 1, r"blocks\[0\].shardings has 1 entries, but mesh.cp, mesh.ep, mesh.tp are 1"),
     ],
 )
 def test_a_wrong_sharding_is_refused_with_its_path(path, value, message):
@@ -301,7 +308,7 @@ def test_the_difference_of_shardings_does_not_depend_on_their_numbers():
         plan,
         shardings=plan.shardings[::-1],
         stages=tuple(
-            StagePlan(blocks=tuple(replace(b, sharding=1 - (b.sharding or 0)) for b in s.blocks)) for s in plan.stages
+            StagePlan(blocks=tuple(replace(b, shardings=(1 - b.shardings[0],)) for b in s.blocks)) for s in plan.stages
         ),
     )
     other = replace(plan, shardings=(replace(plan.shardings[0], parameters=("R", "R")), plan.shardings[1]))

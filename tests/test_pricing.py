@@ -8,6 +8,7 @@ from torch.utils.flop_counter import FlopCounterMode, flop_registry
 
 from planner.errors import TraceError
 from planner.graph import Affine, Batch, Node, Ref, Tensor
+from planner.trace import trace
 from planner.trace.aten import freeze, operator_name, run_nodes
 from planner.trace.kernels import REPLACEMENTS
 from planner.trace.pricing import price_forward, price_module, price_nodes
@@ -372,6 +373,9 @@ def multiply_back(ctx, grad):
     return grad * 2.0, None
 
 
+secret_mm.register_autograd(multiply_back)
+
+
 @torch.library.custom_op("planner_tests::secret", mutates_args=())
 def secret(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
     return x @ w
@@ -394,17 +398,62 @@ class Secret(nn.Module):
         return self.function(x, self.weight)
 
 
-def test_an_operator_without_formula_is_refused_where_it_may_compute(monkeypatch):
-    with pytest.raises(TraceError, match=r"secret_mm\.default has no FLOP formula"):
-        Block(Secret(secret_mm, 8, 8), (None, 8)).price()
-    with pytest.raises(TraceError, match="reads parameter 'weight' and has no FLOP formula"):
-        Block(Secret(secret, 8, 8), (None, 8)).price()
+def test_an_operator_without_formula_is_priced_by_its_bytes_and_marked_where_it_may_compute(monkeypatch):
+    for function in (secret_mm, secret):  # one by its name, one because it reads a matrix of parameters
+        price = Block(Secret(function, 8, 8), (None, 8)).price()
+        marked = [k for k in price.kernels if not k.has_formula]
+
+        assert {kernel.op.split(".")[1] for kernel in marked} == {str(function._opoverload).split(".")[1]}
+        assert all(k.flop == Affine(0.0, 0.0) and k.num_bytes == Affine(8 * 8 * 4, 2 * 8 * 4) for k in marked)
     packet = secret._opoverload.overloadpacket
     monkeypatch.setitem(flop_registry, packet, lambda x, weight, out_val: 2 * x.numel() * 8)
 
     price = Block(Secret(secret, 8, 8), (None, 8)).price()
 
     assert price.flop("forward") == Affine(0.0, 2 * 8 * 8)
+    assert all(kernel.has_formula for kernel in price.kernels)
+
+
+def test_a_bilinear_form_is_two_products():
+    """`[batch, in1]` with `[out, in1, in2]`, that with `[batch, in2]`."""
+    price = Block(nn.Bilinear(8, 4, 5, bias=False), (None, 8), (None, 4)).price()
+
+    assert price.flop("forward") == Affine(0.0, 2 * (5 * 8 * 4 + 5 * 4))
+    assert all(kernel.has_formula for kernel in price.kernels)
+
+
+class Distances(nn.Module):
+    """To 16 points, of 10 rows a sample: from 25 rows on torch takes a product for them."""
+
+    def __init__(self):
+        super().__init__()
+        self.points = nn.Parameter(torch.empty(16, 4))
+
+    def forward(self, x):
+        return torch.cdist(x.view(-1, 4), self.points)
+
+
+def test_a_kernel_that_torch_picks_by_size_is_that_of_the_larger_batch():
+    price = Block(Distances(), (None, 10, 4)).price()
+
+    names = [kernel.op.split(".")[1] for kernel in price.kernels if kernel.phase == "forward"]
+    assert names == ["_euclidean_dist"]
+    assert price.flop("forward") == Affine(0.0, 2 * 10 * 16 * 4)
+
+
+class Unpriced(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first = nn.Linear(4, 4)
+
+    def forward(self, x):
+        return nn.functional.fractional_max_pool3d(self.first(x), 2, output_size=2).mean()
+
+
+def test_what_does_not_run_on_fake_tensors_is_said_with_its_line():
+    line = Unpriced.forward.__code__.co_firstlineno + 1
+    with pytest.raises(TraceError, match=rf"test_pricing\.py:{line}: the backward of aten\.fractional_max_pool3d"):
+        trace(Unpriced(), {"x": torch.zeros(2, 4, 4, 4, 4)}, precision="fp32")
 
 
 # --- bytes ---

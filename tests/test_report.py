@@ -1,5 +1,6 @@
 import json
 from dataclasses import replace
+from functools import partial
 
 import pytest
 import torch
@@ -285,3 +286,14 @@ def test_code_with_a_backward_of_its_own_is_named():
     assert len(data["custom_operators"]) == 3
     assert all("Reversal" in c["name"] and "test_report.py:" in c["source"] for c in data["custom_operators"])
     assert "your own code, called as it is: 3 (" in _printed(trace_text(graph, precision="fp32"), width=200)
+
+
+def test_a_search_says_what_proved_its_ranking():
+    text = partial(report.search_text, configurations=9, bounded=4, gap=0.001, delta=0.06, seconds=1.0)
+
+    assert text(solved_exactly=0).startswith(
+        "9 configurations considered, 4 bounded, the bounds of which prove the ranking, in 1.0 s.\n"
+    )
+    assert text(solved_exactly=2).startswith(
+        "9 configurations considered, 4 bounded, 2 solved as integer programs, in 1.0 s.\n"
+    )

@@ -212,6 +212,20 @@ def _matmul_examples() -> list[Example]:
         example(sdpa, heads, key, value, tensor(B, 1, 6, 6, values=booleans), expected=("S2[6],Q,Q,S2[6]>S2[6]",)),
         example(sdpa, heads, key, value, tensor(1, 4, 1, 6, values=normal), scale=0.3),
         example(sdpa, heads, *kv, None, 0.0, True, enable_gqa=True, degrees=(2, 4)),
+        *(
+            example(
+                sdpa,
+                *(tensor(B, h, 12, 8, values=normal) for h in (4, shared, shared)),
+                None,
+                0.0,
+                True,
+                enable_gqa=shared < 4,
+                scale=0.3,
+                degrees=(2, 3, 6),
+                expected=("S2[12],Q,Q>S2[12]",),
+            )
+            for shared in (4, 2)
+        ),
         example(
             sdpa,
             tensor(B, 8, 6, 4, values=normal),
@@ -454,5 +468,5 @@ def test_a_rank_does_its_share_of_the_work_and_under_a_causal_mask_more() -> Non
     made = make(example("aten.scaled_dot_product_attention.default", q, k, v, None, 0.0, True))
     shares = {str(option): option.share for option in made.options(4)}
     assert shares == {
-        "R,R,R>R": 1, "Q,Q,Q>Q": 1, "S1[4],S1[4],S1[4]>S1[4]": 0.25, "S2[8],Q,Q>S2[8]": 0.5,
+        "R,R,R>R": 1, "Q,Q,Q>Q": 1, "S1[4],S1[4],S1[4]>S1[4]": 0.25, "S2[8],Q,Q>S2[8]": 0.25,
     }  # fmt: skip

@@ -35,7 +35,7 @@ from planner.memory import elements, precision_named
 from planner.plan import Mesh, Plan
 from planner.runtime.blocks import INPUT, WEIGHTS
 from planner.runtime.execute import GraphEngine
-from planner.runtime.peers import Axis
+from planner.runtime.peers import Axes
 from planner.runtime.weights import Values, take
 from planner.runtime.zero import Sharder
 from planner.search.sharded import prices
@@ -45,6 +45,7 @@ from planner.shard.stored import stored
 from planner.simulate import peak_bytes
 from planner.trace import priced, trace
 from tests.distributed_cases import Kind, make_plan
+from tests.sharded import split_by
 
 TP, DP, LAYERS, TOKENS, MICRO_BATCHES = 8, 8, 4, 512, 2
 WIDTH, HEADS, KEY_VALUE_HEADS, VOCABULARY = 1024, 16, 8, 32000
@@ -135,7 +136,7 @@ def graph_and_shardings(precision: str, *, is_found: bool) -> tuple[Graph, tuple
         model = make_model()
         ids = torch.zeros(2, TOKENS, dtype=torch.long)
     graph = trace(model, {"input_ids": ids, "labels": ids}, precision=precision, name="llama", device_kind="cpu")
-    priced_as = prices(graph, Cluster.load(CLUSTER), TP, global_batch=DP)
+    priced_as = prices(graph, Cluster.load(CLUSTER), {"tp": TP}, "tp", global_batch=DP)
     if is_found:
         return graph, variants(graph, TP, priced_as)[-1].shardings
     held = {}
@@ -155,7 +156,7 @@ def plan_of(graph: Graph, shardings: Sequence[Sharding], precision: str, num_mic
         graph, Kind(name="", dp=DP, zero=(3,)), global_batch=DP * num_microbatches, num_microbatches=num_microbatches,
         precision=precision, mesh=Mesh(dp_shard=DP, tp=TP), shardings=distinct,
     )  # fmt: skip
-    blocks = tuple(replace(b, sharding=i) for b, i in zip(plan.stages[0].blocks, of_block, strict=True))
+    blocks = tuple(replace(b, shardings=(i,)) for b, i in zip(plan.stages[0].blocks, of_block, strict=True))
     return replace(plan, stages=(replace(plan.stages[0], blocks=blocks),))
 
 
@@ -167,11 +168,11 @@ def ours(precision: str, *, is_found: bool = False) -> dict[str, Any]:
     cpu = torch.device("cpu")
     with mode:
         model = make_model()
-    axis = Axis(plan, graph, mesh)
+    axes = Axes(plan, graph, mesh, mesh)
     sharder = Sharder(mesh["dp_shard"], precision)
     values = Values(model, weights=None, seed=0, init=None, device=cpu)
-    tensors = take(model, plan, graph, 0, cpu, values=values, wrapped=True, parallel=axis.parallel)
-    engine = GraphEngine(plan, graph, tensors, mesh=mesh, axis=axis, sharder=sharder, device=cpu)
+    tensors = take(model, plan, graph, 0, cpu, values=values, wrapped=True, parallel=axes.parallel)
+    engine = GraphEngine(plan, graph, tensors, mesh=mesh, axes=axes, sharder=sharder, device=cpu)
     del model, tensors, values
     collectives, tracker = Collectives(), MemTracker()
     stage = engine.stage
@@ -192,7 +193,7 @@ def ours(precision: str, *, is_found: bool = False) -> dict[str, Any]:
     return {
         "collectives": collectives.seen,
         **memory_of(tracker),
-        "planned": planned(axis.planned.graph, graph, shardings, precision),
+        "planned": planned(axes.planned.graph, graph, shardings, precision),
     }
 
 
@@ -202,7 +203,8 @@ def planned(local: Graph, whole: Graph, shardings: Sequence[Sharding], precision
     policy = precision_named(precision)
     costs = price(
         graph, Cluster.load(CLUSTER), mesh=Mesh(dp_shard=DP, tp=TP), micro_batch=1,
-        num_microbatches=MICRO_BATCHES, schedule="1f1b", precision=precision, optimizer="sgd", shardings=shardings,
+        num_microbatches=MICRO_BATCHES, schedule="1f1b", precision=precision, optimizer="sgd",
+        splits=split_by(shardings, TP),
     )  # fmt: skip
     strategy = costs.strategies.index(Strategy(zero=3, recompute=0))
     stage = [(position, strategy) for position in range(len(graph.blocks))]

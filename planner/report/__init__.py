@@ -11,7 +11,8 @@ from rich.table import Table
 from rich.text import Text
 
 from planner.cluster import Cluster
-from planner.plan import BlockPlan, Plan, ShardingPlan, StagePlan
+from planner.plan import BlockPlan, CollectivePlan, Plan, RingAttention, ShardingPlan, StagePlan
+from planner.profile import Profile
 from planner.shard.placement import Placement
 from planner.shard.words import layout_words
 from planner.units import format_bytes, format_count, format_seconds
@@ -23,11 +24,16 @@ def describe_choice(block: BlockPlan) -> str:
 
 
 def describe_layout(plan: Plan) -> str:
-    """The mesh in a few characters: `pp 4 x dp 8 x tp 2`; `dp 2x8` for two replicas of eight shards."""
+    """The mesh in a few characters: `pp 4 x dp 8 x tp 2`; `dp 2x8` for two replicas of eight shards.
+
+    `dp 8 (ep 4)` where experts are spread over groups of four of the data-parallel ranks.
+    """
     mesh = plan.mesh
     parts = [f"pp {mesh.pp}"] if mesh.pp > 1 else []
     hybrid = mesh.dp_replicate > 1 and mesh.shards > 1
-    parts += [f"dp {mesh.dp_replicate}x{mesh.dp_shard}" if hybrid else f"dp {mesh.dp}"] if mesh.dp > 1 else []
+    data = f"dp {mesh.dp_replicate}x{mesh.dp_shard * mesh.ep}" if hybrid else f"dp {mesh.dp}"
+    data += f" (ep {mesh.ep})" if mesh.ep > 1 else ""
+    parts += [data] if mesh.dp > 1 else []
     parts += [f"{axis} {getattr(mesh, axis)}" for axis in ("cp", "tp") if getattr(mesh, axis) > 1]
     return " x ".join(parts) or "1 device"
 
@@ -102,9 +108,11 @@ def search_text(
     *, configurations: int, bounded: int, solved_exactly: int, gap: float, delta: float, seconds: float
 ) -> str:
     """What the search did and how far its answer can be from the best."""
+    solved = (
+        f"{solved_exactly} solved as integer programs" if solved_exactly else "the bounds of which prove the ranking"
+    )
     return (
-        f"{configurations} configurations considered, {bounded} bounded, {solved_exactly} solved as integer programs, "
-        f"in {seconds:.1f} s.\n"
+        f"{configurations} configurations considered, {bounded} bounded, {solved}, in {seconds:.1f} s.\n"
         f"No plan beats the first by more than {gap:.2%} in the integer program, which agrees with the simulator "
         f"within {delta:.0%}."
     )
@@ -129,6 +137,8 @@ def plan_text(plan: Plan) -> str:
     if prediction.parts_seconds:
         parts = ", ".join(f"{name} {format_seconds(s)}" for name, s in prediction.parts_seconds if s > 0)
         lines.append(f"  of which {parts}")
+    if prediction.measured_share > 0:
+        lines.append(f"  {prediction.measured_share:.0%} of it rests on measured times, the rest on rates")
     if not prediction.fits:
         over = max(prediction.peak_bytes) - prediction.capacity_bytes
         lines.append(f"  DOES NOT FIT: {format_bytes(over)} more than a device has")
@@ -136,44 +146,81 @@ def plan_text(plan: Plan) -> str:
         peak = format_bytes(prediction.peak_bytes[index])
         lines.append(f"  stage {index}: peak {peak} of {format_bytes(prediction.capacity_bytes)}")
         lines += [f"    {line}" for line in _stage_lines(stage)]
+    if plan.ring_attention is not None:
+        lines.append(f"  {ring_text(plan.ring_attention)}")
     lines += [f"  note: {note}" for note in plan.notes]
     return "\n".join(lines)
 
 
+def ring_text(ring: RingAttention) -> str:
+    """What ring attention would give, in a line."""
+    return (
+        f"with ring attention: step {format_seconds(ring.step_seconds)}, peak {format_bytes(max(ring.peak_bytes))}; "
+        f"not taken: {ring.why_not}"
+    )
+
+
+_AXIS_WORDS = {"tp": "tensor-parallel", "cp": "context-parallel", "ep": "expert-parallel"}
+
+
 def sharding_text(plan: Plan) -> str:
-    """How each block is split over the ranks of tp or cp, and what that communicates; equal blocks once."""
-    if plan.mesh.split_degree == 1:
+    """How each axis splits each block, and what that communicates; equal blocks once."""
+    if not plan.mesh.splits:
         return f"{plan.model} on {plan.cluster}: tp 1 and cp 1, no rank has a part of a block"
-    kind = {"tp": "tensor-parallel", "cp": "context-parallel"}[plan.mesh.split_axis]
+    kinds = ", each of them over ".join(f"{degree} {_AXIS_WORDS[axis]} ranks" for axis, degree in plan.mesh.splits)
     lines = [
-        f"{plan.model} on {plan.cluster}: split over {plan.mesh.split_degree} {kind} ranks, collectives of one "
-        f"micro-batch of {plan.micro_batch}"
+        f"{plan.model} on {plan.cluster}: split over {kinds}, collectives of one micro-batch of {plan.micro_batch}"
     ]
-    for names, sharding in _sharded_blocks(plan):
+    if plan.mesh.cp > 1:
+        lines.append(
+            f"  the {plan.mesh.cp} ranks of cp are ranks of ZeRO, too, {plan.mesh.shards} in all: it sums gradients "
+            "over them and shares out the states of all parameters"
+        )
+    if plan.mesh.ep > 1:
+        lines.append(
+            f"  the {plan.mesh.ep} ranks of ep are data-parallel ranks, each with samples of its own: experts are "
+            "spread over them, all else is sharded by ZeRO as over other data-parallel ranks"
+        )
+    for names, shardings in _sharded_blocks(plan):
         first, last = (name or "the whole model" for name in (names[0], names[-1]))
         lines.append(f"  {first}" if len(names) == 1 else f"  {first} .. {last}, {len(names)} blocks alike")
-        split = [line for line in sharding.words if not line.partition(": ")[2].startswith("whole")]
-        whole = [line.partition(": ")[0] for line in sharding.words if line not in split]
-        lines += [f"    {line}" for line in split]
-        lines += [f"    whole on every rank: {', '.join(whole)}"] if whole else []
-        handed_on = dict.fromkeys(layout_words(Placement.parse(text)) for text in sharding.outputs)
-        lines += [f"    hands on what it makes: {', '.join(handed_on)}"] if handed_on else []
-        for phase in ("forward", "backward"):
-            made = [
-                f"{c.count} x {c.collective} of {format_bytes(c.num_bytes)}"
-                for c in sharding.collectives
-                if c.phase == phase
-            ]
-            lines.append(f"    {phase}: {', '.join(made) or 'no collective'}")
+        for sharding in shardings:
+            indent = "    "
+            if len(shardings) > 1:
+                lines.append(f"    over {sharding.axis}")
+                indent = "      "
+            lines += [f"{indent}{line}" for line in _sharding_lines(sharding)]
     return "\n".join(lines)
 
 
+def _sharding_lines(sharding: ShardingPlan) -> list[str]:
+    """How one axis splits a block."""
+    split = [line for line in sharding.words if not line.partition(": ")[2].startswith("whole")]
+    whole = [line.partition(": ")[0] for line in sharding.words if line not in split]
+    lines = [*split, *([f"whole on every rank: {', '.join(whole)}"] if whole else [])]
+    handed_on = dict.fromkeys(layout_words(Placement.parse(text)) for text in sharding.outputs)
+    lines += [f"hands on what it makes: {', '.join(handed_on)}"] if handed_on else []
+    for phase, words in _PHASE_WORDS.items():
+        made = [c for c in sharding.collectives if c.phase == phase]
+        lines += [f"{words}: {_collective_text(c)}" for c in made]
+        lines += [f"{words}: no collective"] if not made and phase != "step" else []
+    return lines
+
+
+_PHASE_WORDS = {"forward": "forward", "backward": "backward", "step": "once a step"}
+
+
+def _collective_text(made: CollectivePlan) -> str:
+    cause = f": {made.cause}" if made.cause else ""
+    return f"{made.count} x {made.collective} of {format_bytes(made.num_bytes)}{cause}"
+
+
 def sharding_data(plan: Plan) -> list[dict[str, Any]]:
-    """The same as plain data."""
+    """The same as plain data, a row for each axis and each set of blocks alike."""
     return [
         {
             "blocks": list(names),
-            plan.mesh.split_axis: plan.mesh.split_degree,
+            axis: degree,
             "parameters": [
                 {"words": words, "placement": placement}
                 for words, placement in zip(sharding.words, sharding.parameters, strict=False)
@@ -182,17 +229,18 @@ def sharding_data(plan: Plan) -> list[dict[str, Any]]:
             "outputs": list(sharding.outputs),
             "collectives": [asdict(made) for made in sharding.collectives],
         }
-        for names, sharding in _sharded_blocks(plan)
+        for names, shardings in _sharded_blocks(plan)
+        for (axis, degree), sharding in zip(plan.mesh.splits, shardings, strict=True)
     ]
 
 
-def _sharded_blocks(plan: Plan) -> list[tuple[list[str], ShardingPlan]]:
-    """The names of blocks that are split alike, in order of the first."""
-    found: dict[int, list[str]] = {}
+def _sharded_blocks(plan: Plan) -> list[tuple[list[str], list[ShardingPlan]]]:
+    """The names of blocks that every axis splits alike, in order of the first, and their shardings by axis."""
+    found: dict[tuple[int, ...], list[str]] = {}
     for block in plan.block_plans:
-        if block.sharding is not None:
-            found.setdefault(block.sharding, []).append(block.name)
-    return [(names, plan.shardings[index]) for index, names in found.items()]
+        if block.shardings:
+            found.setdefault(block.shardings, []).append(block.name)
+    return [(names, [plan.shardings[i] for i in indices]) for indices, names in found.items()]
 
 
 def _stage_lines(stage: StagePlan) -> list[str]:
@@ -300,6 +348,29 @@ def model_table(rows: Sequence[tuple[str, int, str]]) -> RenderableType:
     for name, parameters, what in rows:
         table.add_row(name, format_count(parameters), what)
     return table
+
+
+def profile_text(profile: Profile) -> str:
+    """What a profile has, and where it was measured."""
+    machine = profile.machine
+    steady = [o.spread for o in profile.operators] + [c.spread for c in profile.collectives]
+    lines = [
+        f"{machine.device}, torch {machine.torch}, {machine.processes} at once, {machine.date}: "
+        f"{len(profile.operators)} operators in {len(profile.blocks)} blocks, {len(profile.collectives)} collectives, "
+        f"{len(profile.overlaps)} overlaps, {len(profile.optimizers)} optimizer steps, {len(profile.copies)} copies"
+    ]
+    if steady:
+        lines.append(f"  median spread of a row {sorted(steady)[len(steady) // 2]:.1%}")
+    for row in sorted(profile.blocks, key=lambda row: (row.name, row.micro_batch)):
+        seconds = (row.forward_seconds + row.forward_host_seconds, row.backward_seconds + row.backward_host_seconds)
+        if machine.kind != "cpu":  # the processor works beside the device
+            seconds = (max(row.forward_seconds, row.forward_host_seconds),
+                       max(row.backward_seconds, row.backward_host_seconds))  # fmt: skip
+        lines.append(
+            f"  {row.name}, micro-batch {row.micro_batch}: forward {format_seconds(seconds[0])}, backward "
+            f"{format_seconds(seconds[1])}, saves {format_bytes(row.saved_bytes)} (spread {row.spread:.0%})"
+        )
+    return "\n".join(lines)
 
 
 def comparison(

@@ -29,12 +29,14 @@ from planner.graph import (
 )
 from planner.shard.placement import differentiable
 from planner.trace import (
+    parallel_attention,  # noqa: F401 registers operators
     parallel_experts,  # noqa: F401 registers operators
     parallel_operators,  # noqa: F401 registers operators
     pricing,
 )
 from planner.trace.assumed import AssumedValues
 from planner.trace.batch import LossFunction, call, leaves, map_leaves, num_samples, scalar_loss, settings
+from planner.trace.canonical import in_canonical_order
 from planner.trace.convert import FlatGraph
 from planner.trace.cut import Cut, cut, cut_like, signature, storages
 from planner.trace.dispatch import orders_of_rows
@@ -107,7 +109,8 @@ def trace(
     dtype: torch.dtype = getattr(torch, PRECISIONS[precision])
     try:
         say("exporting the model")
-        flat = fold_masks(export(model, batch, dtype, evaluation or loss_fn, trains_on_cpu=device_kind == "cpu"))
+        flat = export(model, batch, dtype, evaluation or loss_fn, trains_on_cpu=device_kind == "cpu")
+        flat = fold_masks(in_canonical_order(flat))
         say("cutting into blocks")
         found = cut(flat) if like is None else cut_like(flat, like)
     except NoGraphError as error:
@@ -243,12 +246,14 @@ def priced(
     device_kind: Literal["cuda", "cpu"] = "cuda",
     *,
     axis: str = "tp",
+    outer: Mapping[str, int] = {},
     expert_imbalance: float = 1.0,
 ) -> Graph:
     """A graph of one of `degree` ranks with the prices of its classes, collectives included; each is priced once.
 
-    `whole` is the graph that it was made of: blocks that are as they were keep their prices. A rank's experts get
-    `expert_imbalance` times a fair share of the tokens.
+    `whole` is the graph that it was made of: blocks that are as they were keep their prices. `outer` are the axes,
+    with their sizes, over which that one communicates already. A rank's experts get `expert_imbalance` times a fair
+    share of the tokens.
 
     Raises:
         TraceError: a block of the rank does not run on fake tensors.
@@ -270,8 +275,8 @@ def priced(
         classes[block.class_index] = pricing.price_nodes(
             local.tensors, nodes, block.inputs, block.shared, block.outputs,
             device_kind=device_kind, detached=[t for t in block.inputs if t not in moving],
-            micro_batches=(2, local.priced_samples or 4), linearised=local.priced_samples > 0, axes={axis: degree},
-            expert_imbalance=expert_imbalance,
+            micro_batches=(2, local.priced_samples or 4), linearised=local.priced_samples > 0,
+            axes={**outer, axis: degree}, expert_imbalance=expert_imbalance,
         )  # fmt: skip
     kinds = [classes[index] for index in range(len(classes))]
     return replace(local, classes=tuple(kinds), blocks=tuple(_with_saved_bytes(local.blocks, kinds, local.tensors)))

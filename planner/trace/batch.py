@@ -10,6 +10,7 @@ import torch
 from torch.utils import _pytree as pytree
 
 from planner.errors import ModelError
+from planner.trace.refusal import where_defined
 
 LossFunction = Callable[[Any, Any], torch.Tensor]
 
@@ -140,8 +141,10 @@ def output_leaves(output: Any) -> dict[str, torch.Tensor]:
     return result
 
 
-def scalar_loss(output: Any, batch: object, loss_fn: LossFunction | None) -> torch.Tensor:
+def scalar_loss(output: Any, batch: object, loss_fn: LossFunction | None, *, source: str = "") -> torch.Tensor:
     """The loss: `loss_fn(output, batch)` if given, else a scalar output, `.loss`, `["loss"]`, or the first of a tuple.
+
+    `source` is where forward is defined.
 
     Raises:
         ModelError: there is no scalar loss.
@@ -149,9 +152,9 @@ def scalar_loss(output: Any, batch: object, loss_fn: LossFunction | None) -> tor
     loss: Any
     if loss_fn is not None:
         loss = loss_fn(output, batch)
-        origin = "loss_fn"
+        origin = f"{where_defined(loss_fn)}: loss_fn"
     else:
-        origin = "the model"
+        origin = f"{source}: the model" if source else "the model"
         loss = output
         if not isinstance(output, torch.Tensor):
             loss = getattr(output, "loss", None)

@@ -27,7 +27,7 @@ from planner.graph import (
 from planner.trace import aten, autocast, opaque
 from planner.trace.batch import Leaf
 from planner.trace.prime import LARGEST_EXACT, comes_from, near_batch
-from planner.trace.refusal import TRAINS_WITHOUT, UNKNOWN, NoGraphError, is_user_file, refused
+from planner.trace.refusal import TRAINS_WITHOUT, UNKNOWN, NoGraphError, is_user_file, refused, where_defined
 from planner.trace.watch import ONE_BY_ONE
 
 # Operators that write what their schema does not say: batch norm updates its running statistics
@@ -49,6 +49,7 @@ class FlatGraph:
     unused_parameters: tuple[str, ...]
     outputs: tuple[int | None, ...] = ()  # beside the loss, of an evaluation
     checkpoints: tuple[str, ...] = ()  # lines at which the model itself checkpoints
+    source: str = UNKNOWN  # where forward is defined
 
 
 def storage_roots(nodes: Iterable[Node]) -> dict[int, int]:
@@ -83,6 +84,7 @@ class Converter:
         self.hooks: dict[fx.Node, list[fx.Node]] = {}  # of a call: the hooks on its result, in order
         self.leaf_names = iter([leaf.name for leaf in given])
         self.inputs: list[int] = []
+        self.source = where_defined(type(model).forward)
         self.parameters = dict(model.named_parameters())
         self.index_of: dict[str, int] = {}  # of parameters and buffers
         groups = _names_by_identity(model.named_parameters(remove_duplicate=False))
@@ -132,7 +134,7 @@ class Converter:
                 )
         self._check_hooks()
         if not isinstance(loss, Ref):
-            raise ModelError("the loss is a constant; return a loss that the parameters determine")
+            raise ModelError(f"{self.source}: the loss is a constant; return a loss that the parameters determine")
         read = {t for node in self.nodes for t in reads(node)}
         used = {self.tensors[t].name for t in read if self.tensors[t].kind == "parameter"}
         for name, parameter in self.parameters.items():
@@ -145,6 +147,7 @@ class Converter:
             outputs=tuple(value.tensor if isinstance(value, Ref) else None for value in others),
             aliases=self.aliases,
             unused_parameters=tuple(name for name in self.parameters if name not in used),
+            source=self.source,
         )
 
     def _registered(self, name: str, value: torch.Tensor, kind: TensorKind) -> int:

@@ -88,7 +88,7 @@ def split(flat: FlatGraph) -> tuple[list[int], list[int]]:
         if len(main) == before:
             break
     if maker.get(flat.loss) not in main:
-        raise TraceError("the loss does not depend on any parameter; return a loss of the model")
+        raise TraceError(f"{flat.source}: the loss does not depend on any parameter; return a loss of the model")
     return sorted(main), sorted(live - main)
 
 

@@ -1,23 +1,24 @@
 """What one launched ATen operator costs: its FLOP, its bytes, and which operator the device picks.
 
 The FLOP of every operator that computes more than an elementwise function are in one table,
-`FORMULAS`; an operator that should be there and is not is an error, never a zero.
+`FORMULAS`; an operator that should be there and is not is marked, so that a plan can say what it does not count.
 """
 
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
 from typing import Any, Literal
 
 import torch
 from torch import nn
+from torch.nn.attention.bias import CausalVariant
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
 
-from planner.errors import TraceError
 from planner.trace.grouped import grouped_mm
+from planner.trace.parallel_attention import attention_to_lower_right
 
 DeviceKind = Literal["cuda", "cpu"]
 Kind = Literal["matmul", "attention", "convolution", "memory"]
@@ -25,28 +26,28 @@ Arguments = Mapping[str, Any]  # an operator's arguments by the names of its sch
 Formula = Callable[[Arguments, Any], float]  # (arguments, result) -> FLOP
 
 aten = torch.ops.aten
+_LOWER_RIGHT = int(CausalVariant.LOWER_RIGHT)  # `custom_mask_type` of efficient attention
 
 
 @dataclass(frozen=True, slots=True)
 class Launched:
-    """One kernel at one micro-batch size."""
+    """One kernel at one micro-batch size; without `has_formula` it may compute more than the FLOP that are counted."""
 
     op: str
     kind: Kind
     dtype: str
     flop: float
     num_bytes: float
+    has_formula: bool = True
+    operands: tuple[tuple[str, tuple[int, ...], bool], ...] = ()  # dtype, shape, whether strided
 
 
 def launched(
-    func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], out: Any, matrices: Mapping[int, str]
+    func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], out: Any, matrices: Collection[int]
 ) -> Launched | None:
     """What a dispatched operator launches; None for a view or an allocation.
 
     `matrices` are the parameters with at least two dims, by `storage_key`.
-
-    Raises:
-        TraceError: the operator seems to compute, and has no FLOP formula.
     """
     name = func._schema.name.rpartition("::")[2]
     if func.is_view or name in _FREE or name.startswith("_assert") or func.namespace == "prim":
@@ -58,8 +59,7 @@ def launched(
         return None
     is_foreign = func.namespace not in _NAMESPACES
     registered = flop_registry.get(func.overloadpacket) if is_foreign else None
-    if registered is None and (is_foreign or name not in FORMULAS):
-        _check_computes_nothing(func, name, operands, matrices)
+    has_formula = registered is not None or (name in FORMULAS and not is_foreign)
     kind, formula = _MEMORY if is_foreign else FORMULAS.get(name, _MEMORY)
     if registered is not None:  # the user's own operator, with the formula that torch's counter would use
         kind, formula = "matmul", lambda _, out: float(registered(*args, **kwargs, out_val=out))
@@ -70,23 +70,48 @@ def launched(
         dtype=str(leading.dtype).removeprefix("torch."),
         flop=formula(given, out),
         num_bytes=_bytes_moved(name, given, out),
+        has_formula=has_formula or not _may_compute(func, name, operands, matrices),
+        operands=_operands(kind, given),
     )
 
 
-def _check_computes_nothing(
-    func: Any, name: str, operands: Sequence[torch.Tensor], matrices: Mapping[int, str]
-) -> None:
-    """Refuse an operator whose FLOP would be lost without a word."""
+# Of attention these alone: what its kernels are given besides differs with the one that a device picks.
+_OF_ATTENTION = ("query", "key", "value")
+
+
+def _operands(kind: Kind, given: Arguments) -> tuple[tuple[str, tuple[int, ...], bool], ...]:
+    """Dtype, shape and layout of what a kernel reads; scalars and states of generators do not tell its time."""
+    values = [given[name] for name in _OF_ATTENTION if name in given] if kind == "attention" else list(given.values())
+    return tuple(
+        (
+            str(t.dtype).removeprefix("torch."),
+            tuple(t.shape),
+            t.ndim > 1 and t.shape[-1] > 1 and t.stride(-1) != 1,
+        )
+        for t in tensors_in(values)
+        if t.ndim and t.dtype != torch.uint64
+    )
+
+
+def _may_compute(func: Any, name: str, operands: Sequence[torch.Tensor], matrices: Collection[int]) -> bool:
+    """Whether an operator without formula may have FLOP: by its name, or because it reads a matrix of parameters."""
     if name in _MOVES or _RESIZES.match(name) or {torch.Tag.pointwise, torch.Tag.reduction} & set(func.tags):
-        return
-    cure = "add one to FORMULAS in planner/trace/kernels.py"
-    if func.namespace not in _NAMESPACES:
-        cure = f"give it one: torch.utils.flop_counter.register_flop_formula(torch.ops.{func.namespace}.{name})"
-    if _COMPUTES.search(name):
-        raise TraceError(f"operator {func} has no FLOP formula; {cure}")
-    for tensor in operands:
-        if (parameter := matrices.get(storage_key(tensor))) is not None:
-            raise TraceError(f"operator {func} reads parameter {parameter!r} and has no FLOP formula; {cure}")
+        return False
+    return _COMPUTES.search(name) is not None or any(storage_key(tensor) in matrices for tensor in operands)
+
+
+def priced_by_bytes(op: str) -> str:
+    """The sentence for an operator that may compute and has no FLOP formula.
+
+    >>> priced_by_bytes("mylib.mix.default")  # doctest: +ELLIPSIS
+    'operator mylib.mix.default has no FLOP formula and is priced by its bytes alone; give it one with ...
+    """
+    namespace, _, name = op.partition(".")
+    said = f"operator {op} has no FLOP formula and is priced by its bytes alone"
+    if namespace in _NAMESPACES:
+        return f"{said}; where it computes much, steps take longer than predicted"
+    name = name.removesuffix(".default")
+    return f"{said}; give it one with torch.utils.flop_counter.register_flop_formula(torch.ops.{namespace}.{name})"
 
 
 def storage_key(tensor: torch.Tensor) -> int:
@@ -107,8 +132,8 @@ def _product_flop(a: torch.Tensor, b: torch.Tensor) -> float:
     return 2.0 * float(a.numel() * b.shape[-1])
 
 
-def _attention_flop(given: Arguments) -> float:
-    """QK^T and PV. A causal mask leaves the lower triangle, aligned to the top left.
+def _attention_flop(given: Arguments, *, to_lower_right: bool = False) -> float:
+    """QK^T and PV. A causal mask leaves the lower triangle, aligned to the top left, or to the lower right.
 
     `[batch, heads, sequence, head_dim]`; the query's heads count, however few the keys have.
     """
@@ -117,9 +142,22 @@ def _attention_flop(given: Arguments) -> float:
     pairs = float(rows * columns)
     if given.get("is_causal"):
         corner = min(rows, columns)
-        pairs = corner**2 / 2 + (rows - corner) * columns
+        behind = corner * (columns - corner) if to_lower_right else (rows - corner) * columns
+        pairs = corner**2 / 2 + behind
     batch_heads = prod(query.shape[:-2])
     return 2.0 * float(batch_heads * pairs * (query.shape[-1] + value.shape[-1]))
+
+
+def _flash_flop(given: Arguments) -> float:
+    """Of flash attention, whose causal mask ends with the last key (FlashAttention-2 from version 2.1)."""
+    return _attention_flop(given, to_lower_right=True)
+
+
+def _efficient_flop(given: Arguments) -> float:
+    """Of `aten._efficient_attention_forward`: `[batch, sequence, heads, head_dim]`, and a number for the mask."""
+    moved = {name: given[name].transpose(1, 2) for name in ("query", "key", "value")}
+    kind = given["custom_mask_type"]
+    return _attention_flop({**moved, "is_causal": kind > 0}, to_lower_right=kind == _LOWER_RIGHT)
 
 
 def _convolution_flop(given: Arguments, out: torch.Tensor) -> float:
@@ -135,6 +173,23 @@ def _grouped_mm_flop(a: torch.Tensor, b: torch.Tensor) -> float:
     """Each row (or column, or inner slice) of a ragged operand meets one group only."""
     groups = a.shape[0] if a.ndim == b.ndim == 3 else 1
     return 2.0 * float(groups * a.shape[-2] * a.shape[-1] * b.shape[-1])
+
+
+def _trilinear_flop(given: Arguments) -> float:
+    """Of two products in a row, as ATen makes them: the first two factors, then that with the third.
+
+    Each factor lacks the dims of its `expand` list; a dim that the third lacks is summed in the first product.
+    """
+    factors = [(given[f"i{k}"].shape, set(given[f"expand{k}"])) for k in (1, 2, 3)]
+    num_dims = len(factors[0][0]) + len(factors[0][1])
+    sizes = [1] * num_dims
+    for shape, lacks in factors:
+        for dim, size in zip((d for d in range(num_dims) if d not in lacks), shape, strict=True):
+            sizes[dim] = max(sizes[dim], size)
+    (_, first), (_, second), (_, third) = factors
+    one = [d for d in range(num_dims) if d not in first & second]
+    kept = [d for d in range(num_dims) if (d in one and not (d in given["sumdim"] and d in third)) or d not in third]
+    return 2.0 * float(prod(sizes[d] for d in one) + prod(sizes[d] for d in kept))
 
 
 def _recurrent_flop(given: Arguments, weights: tuple[str, str]) -> float:
@@ -156,10 +211,12 @@ FORMULAS: dict[str, tuple[Kind, Formula]] = {
     "addmv": ("matmul", lambda g, _: 2.0 * g["mat"].numel()),
     "dot": ("matmul", lambda g, _: 2.0 * g["self"].numel()),
     "_cdist_forward": ("matmul", lambda g, out: 2.0 * out.numel() * g["x1"].shape[-1]),
+    "_euclidean_dist": ("matmul", lambda g, out: 2.0 * out.numel() * g["x1"].shape[-1]),
     "_cdist_backward": ("matmul", lambda g, out: 4.0 * g["cdist"].numel() * g["x1"].shape[-1]),
     "_grouped_mm": ("matmul", lambda g, _: _grouped_mm_flop(g["self"], g["mat2"])),
     "grouped_mm": ("matmul", lambda g, _: _grouped_mm_flop(g["rows"], g["matrices"])),
     "grouped_mm_backward": ("matmul", lambda g, _: 2 * _grouped_mm_flop(g["rows"], g["matrices"])),
+    "_trilinear": ("matmul", lambda g, _: _trilinear_flop(g)),
     "mkldnn_rnn_layer": ("matmul", lambda g, _: _recurrent_flop(g, ("weight0", "weight1"))),
     "mkldnn_rnn_layer_backward": (
         "matmul", lambda g, _: 2 * _recurrent_flop(g, ("weight1", "weight2"))),
@@ -169,15 +226,18 @@ FORMULAS: dict[str, tuple[Kind, Formula]] = {
     "convolution_backward": (
         "convolution",
         lambda g, _: sum(g["output_mask"][:2]) * _convolution_flop(g, g["grad_output"])),
+    "_scaled_dot_product_flash_attention": ("attention", lambda g, _: _flash_flop(g)),
+    "_scaled_dot_product_flash_attention_backward": ("attention", lambda g, _: 2.5 * _flash_flop(g)),
+    "_efficient_attention_forward": ("attention", lambda g, _: _efficient_flop(g)),
+    "_efficient_attention_backward": ("attention", lambda g, _: 2.5 * _efficient_flop(g)),
     **dict.fromkeys(
         (
-            "_scaled_dot_product_flash_attention", "_scaled_dot_product_efficient_attention",
-            "_scaled_dot_product_cudnn_attention", "_scaled_dot_product_flash_attention_for_cpu",
+            "_scaled_dot_product_efficient_attention", "_scaled_dot_product_cudnn_attention",
+            "_scaled_dot_product_flash_attention_for_cpu",
         ),
         ("attention", lambda g, _: _attention_flop(g))),
     **dict.fromkeys(
         (
-            "_scaled_dot_product_flash_attention_backward",
             "_scaled_dot_product_efficient_attention_backward",
             "_scaled_dot_product_cudnn_attention_backward",
             "_scaled_dot_product_flash_attention_for_cpu_backward",
@@ -190,7 +250,7 @@ _NAMESPACES = ("aten", "prims", "prim", "planner", "mkldnn", "mkldnn_prepacked",
 
 _MEMORY: tuple[Kind, Formula] = ("memory", lambda g, out: 0.0)
 
-# Such a name promises FLOP: it needs a formula. ("cummax", "_convert_..." do not match.)
+# Such a name promises FLOP. ("cummax", "_convert_..." do not match.)
 _COMPUTES = re.compile(r"mm(_|$)|attention|conv(?!ert)|lstm|gru|rnn")
 
 # Without FLOP although they may read a matrix of parameters; elementwise operators and reductions
@@ -270,11 +330,13 @@ def _cuda_attention(
     *,
     scale: float | None = None,
     enable_gqa: bool = False,
+    to_lower_right: bool = False,
 ) -> torch.Tensor:
     """Scaled dot product attention by the operator that CUDA picks on Ampere and later.
 
     The order and the conditions are those of ATen's `sdp_utils.cpp`: flash, else efficient, else
-    the composite; efficient takes no grouped keys, and pads no head.
+    the composite; efficient takes no grouped keys, and pads no head. What is causal `to_lower_right`, not
+    to the top left, goes to the same kernels, as `torch.nn.attention.bias` has it.
     """
     heads = {query.shape[-1], key.shape[-1], value.shape[-1]}
     is_half = query.dtype in (torch.float16, torch.bfloat16)
@@ -282,7 +344,7 @@ def _cuda_attention(
     dim = query.shape[-1]
     if (
         is_plain and is_half and attn_mask is None and len(heads) == 1 and dim <= 256
-        and not (is_causal and query.shape[-2] != key.shape[-2])
+        and (to_lower_right or not (is_causal and query.shape[-2] != key.shape[-2]))
     ):  # fmt: skip
         if padding := -dim % 8:
             scale = dim**-0.5 if scale is None else scale
@@ -300,16 +362,32 @@ def _cuda_attention(
                 attn_mask = bias.masked_fill_(attn_mask.logical_not(), float("-inf"))
             attn_mask = attn_mask.expand(*query.shape[:-1], key.shape[-2])
         keeps_sum = any(t.requires_grad for t in (query, key, value))
+        if to_lower_right:
+            query, key, value = (t.transpose(1, 2) for t in (query, key, value))
+            found = aten._efficient_attention_forward(
+                query, key, value, None, None, None, None, None, dropout_p, _LOWER_RIGHT, keeps_sum, scale=scale
+            )
+            return _first(found).transpose(1, 2)
         return _first(
             aten._scaled_dot_product_efficient_attention(
                 query, key, value, attn_mask, keeps_sum, dropout_p, is_causal, scale=scale
             )
         )
+    if to_lower_right:
+        rows, columns = query.shape[-2], key.shape[-2]
+        attn_mask, is_causal = query.new_ones(rows, columns, dtype=torch.bool).tril(columns - rows), False
     return _first(
         aten._scaled_dot_product_attention_math(
             query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
         )
     )
+
+
+def _cuda_lower_right_attention(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: float | None, enable_gqa: bool
+) -> torch.Tensor:
+    """`parallel_attention.attention_to_lower_right` as CUDA runs it."""
+    return _cuda_attention(query, key, value, is_causal=True, scale=scale, enable_gqa=enable_gqa, to_lower_right=True)
 
 
 def _cuda_dropout(x: torch.Tensor, p: float, train: bool) -> torch.Tensor:
@@ -428,6 +506,7 @@ _FUNCTIONS: dict[Any, Callable[..., Any]] = {torch._grouped_mm: grouped_mm}
 _CUDA_FUNCTIONS: dict[Any, Callable[..., Any]] = {
     aten.scaled_dot_product_attention.default: _cuda_attention,
     nn.functional.scaled_dot_product_attention: _cuda_attention,
+    attention_to_lower_right: _cuda_lower_right_attention,
     nn.functional.dropout: _cuda_functional_dropout,
     nn.functional.rms_norm: _cuda_rms_norm,
     torch.dropout: _cuda_dropout,

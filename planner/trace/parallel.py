@@ -12,6 +12,7 @@ knowledge. No operator writes into what it is given: autograd, or another reader
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
+from math import prod
 from typing import Any, Protocol, TypeVar
 
 import torch
@@ -178,30 +179,15 @@ class Threads:
         Raises:
             Exception: the first that a rank raised.
         """
-        results: list[Any] = [None] * self.size
-        failures: list[BaseException] = []
+        return run_threads([partial(function, each) for each in self.communicators], [self])
 
-        def work(rank: int) -> None:
-            try:
-                # Backward stays on the rank's own thread, on a GPU as well: one thread for all of them would wait
-                # for itself.
-                with torch.autograd.set_multithreading_enabled(False):
-                    results[rank] = function(self.communicators[rank])
-            except BaseException as error:
-                if not isinstance(error, threading.BrokenBarrierError) or not failures:
-                    failures.append(error)
-                self._barrier.abort()
+    def abort(self) -> None:
+        """Whoever waits for another rank, or will, fails."""
+        self._barrier.abort()
 
-        threads = [threading.Thread(target=work, args=(rank,), daemon=True) for rank in range(self.size)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
-        if failures:
-            self._barrier.reset()
-            first = next((f for f in failures if not isinstance(f, threading.BrokenBarrierError)), failures[0])
-            raise first
-        return results
+    def reset(self) -> None:
+        """Ranks can meet again."""
+        self._barrier.reset()
 
     def meet(self, rank: int, value: T) -> list[T]:
         """What every rank brought to this meeting."""
@@ -210,6 +196,66 @@ class Threads:
         found = list(self._slots)
         self._barrier.wait()
         return found
+
+
+def run_threads(functions: Sequence[Callable[[], T]], groups: Sequence[Threads]) -> list[T]:
+    """What each function returns, each on a thread; where one fails, nobody waits in any of the groups.
+
+    Raises:
+        Exception: the first that one raised.
+    """
+    results: list[Any] = [None] * len(functions)
+    failures: list[BaseException] = []
+
+    def work(rank: int) -> None:
+        try:
+            # Backward stays on the rank's own thread, on a GPU as well: one thread for all of them would wait
+            # for itself.
+            with torch.autograd.set_multithreading_enabled(False):
+                results[rank] = functions[rank]()
+        except BaseException as error:
+            if not isinstance(error, threading.BrokenBarrierError) or not failures:
+                failures.append(error)
+            for group in groups:
+                group.abort()
+
+    threads = [threading.Thread(target=work, args=(rank,), daemon=True) for rank in range(len(functions))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    if failures:
+        for group in groups:
+            group.reset()
+        raise next((f for f in failures if not isinstance(f, threading.BrokenBarrierError)), failures[0])
+    return results
+
+
+class Grid:
+    """Ranks of several axes that are threads of this process; they are counted with the last axis innermost."""
+
+    def __init__(self, sizes: Sequence[tuple[str, int]], *, timeout_seconds: float = 60.0) -> None:
+        """`sizes` are those of the axes by name, outermost first."""
+        self.size = prod(size for _, size in sizes)
+        self._groups: list[Threads] = []
+        self.communicators: tuple[dict[str, Communicator], ...] = tuple({} for _ in range(self.size))
+        inner = self.size
+        for axis, size in sizes:
+            inner //= size
+            for first in (r for r in range(self.size) if r // inner % size == 0):
+                group = Threads(size, timeout_seconds=timeout_seconds)
+                self._groups.append(group)
+                for rank, communicator in enumerate(group.communicators):
+                    self.communicators[first + rank * inner][axis] = communicator
+
+    def run(self, function: Callable[[int, Mapping[str, Communicator]], T]) -> list[T]:
+        """What `function` returns on each rank, given its number and its communicators by axis.
+
+        Raises:
+            Exception: the first that a rank raised.
+        """
+        each = [partial(function, rank, mine) for rank, mine in enumerate(self.communicators)]
+        return run_threads(each, self._groups)
 
 
 class _Thread:
@@ -349,7 +395,7 @@ def operator(name: str) -> Callable[[Function], Function]:
 def bound(communicators: Mapping[str, Communicator]) -> Mapping[str, Function]:
     """The operators by name, for the axes that there are; the keyword `axis` tells which one.
 
-    Calling one raises `PlanError` where its axis has no communicator.
+    An operator that is given `counted_over`, a further axis, gets its communicator under this name. Calling one raises `PlanError` where its axis has no communicator.
     """
     return {name: partial(_call, name, function, communicators) for name, function in OPERATORS.items()}
 
@@ -357,8 +403,11 @@ def bound(communicators: Mapping[str, Communicator]) -> Mapping[str, Function]:
 def _call(
     name: str, function: Function, communicators: Mapping[str, Communicator], *args: Any, axis: str, **kwargs: Any
 ) -> Any:
-    if axis not in communicators:
-        raise PlanError(f"operator {name} communicates over mesh axis {axis!r}, which has no communicator here")
+    for wanted in (axis, *([kwargs["counted_over"]] if "counted_over" in kwargs else [])):
+        if wanted not in communicators:
+            raise PlanError(f"operator {name} communicates over mesh axis {wanted!r}, which has no communicator here")
+    if "counted_over" in kwargs:
+        kwargs["counted_over"] = communicators[kwargs["counted_over"]]
     return function(communicators[axis], *args, **kwargs)
 
 

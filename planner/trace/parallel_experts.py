@@ -49,15 +49,19 @@ def dispatched_experts_mm(
     enters: bool,
     leaves: bool,
     num_rows: int,
+    order: Sequence[int] = (),
 ) -> torch.Tensor:
     """Rows [tokens, in] times `matrices` [experts of this rank, in, out], where every rank has its own tokens.
 
-    `ends` counts the rows of this rank's tokens, `num_rows` of them. Where they `enter` here, `rows` are those, and are
-    sent to their experts, else those that came here. Where they `leave`, they go back to where they came from.
+    Ranks have experts in `order` one after the other, by default in that of the rows. `ends` counts the rows of this
+    rank's tokens, `num_rows` of them. Where they `enter` here, `rows` are those, and are sent to their experts, else
+    those that came here. Where they `leave`, they go back to where they came from.
     """
-    routes = _routes(c, ends, matrices.shape[0], num_rows)
+    routes = _routes(c, ends, matrices.shape[0], num_rows, order)
     if enters:
         sent = rows.narrow(0, 0, sum(routes.sends))
+        if order:
+            sent = _reordered(sent, *_by_owner(c, ends, order, sum(routes.sends)))
         came = linear_map(
             sent,
             lambda x: c.all_to_all_rows(x, routes.sends, routes.receives),
@@ -72,13 +76,21 @@ def dispatched_experts_mm(
         lambda x: c.all_to_all_rows(x, routes.receives, routes.sends),
         lambda g: c.all_to_all_rows(g, routes.sends, routes.receives),
     )
+    if order:
+        by_owner, by_expert = _by_owner(c, ends, order, sum(routes.sends))
+        back = _reordered(back, by_expert, by_owner)
     rest = num_rows - sum(routes.sends)
     return F.pad(back, (0, 0, 0, rest)) if rest else back
 
 
 @operator("rows_of_experts")
 def rows_of_experts(
-    c: Communicator, table: torch.Tensor, keys: torch.Tensor, is_dispatched: bool, leaves: bool
+    c: Communicator,
+    table: torch.Tensor,
+    keys: torch.Tensor,
+    is_dispatched: bool,
+    leaves: bool,
+    order: Sequence[int] = (),
 ) -> torch.Tensor:
     """A row of `table` [experts of this rank, ...] for every row of its experts: their biases.
 
@@ -89,6 +101,7 @@ def rows_of_experts(
     keys = keys.to(torch.int64)
     counts = keys.new_zeros(own * c.size).scatter_add_(0, keys, torch.ones_like(keys))
     if is_dispatched:
+        counts = _in_order(counts, order)
         mine = c.all_to_all(counts.view(c.size, own)).sum(0)
         start, stop = 0, _nominal(num_rows, c) if isinstance(c, Pretended) else int(mine.sum())
     else:
@@ -124,9 +137,26 @@ class _Routes:
     by_rank: torch.Tensor  # the inverse
 
 
-def _routes(c: Communicator, ends: torch.Tensor, own: int, num_rows: int) -> _Routes:
-    """Ranks tell each other how many rows they have for each expert."""
+def _in_order(counts: torch.Tensor, order: Sequence[int]) -> torch.Tensor:
+    """Numbers of rows by expert, in the order in which ranks have experts."""
+    return counts[torch.tensor(order, device=counts.device)] if order else counts
+
+
+def _by_owner(
+    c: Communicator, ends: torch.Tensor, order: Sequence[int], num_rows: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Places of rows by expert when they are by owner, and the inverse: runs of experts in another order."""
     counts = ends.diff(prepend=ends.new_zeros(1)).to(torch.int64)
+    runs, starts = _in_order(counts, order), _in_order(ends.to(torch.int64) - counts, order)
+    before = runs.cumsum(0) - runs
+    shifts = (starts - before).repeat_interleave(runs, output_size=num_rows)
+    by_owner = torch.arange(num_rows, device=ends.device) + shifts
+    return by_owner, inverse_order(c, by_owner)
+
+
+def _routes(c: Communicator, ends: torch.Tensor, own: int, num_rows: int, order: Sequence[int] = ()) -> _Routes:
+    """Ranks tell each other how many rows they have for each expert."""
+    counts = _in_order(ends.diff(prepend=ends.new_zeros(1)).to(torch.int64), order)
     sent = counts.view(c.size, own)
     received = c.all_to_all(sent)  # [from rank, own expert]
     if isinstance(c, Pretended):

@@ -50,6 +50,15 @@ def dropout(
     return made
 
 
+@operator("dropout_of_parts")
+def dropout_of_parts(
+    c: Communicator, x: torch.Tensor, p: float, train: bool, dim: int, parts: Sequence[int], repeats: int, of: Any
+) -> torch.Tensor:
+    """Dropout of a part of a part: `of` is the axis that has cut before, with dim, parts and repeats."""
+    made: torch.Tensor = _aten.dropout.default(x, p, train)
+    return made
+
+
 @operator("embedding")
 def embedding(
     c: Communicator,
@@ -125,15 +134,22 @@ def cross_entropy(
     reduction: int = _MEAN,
     ignore_index: int = -100,
     label_smoothing: float = 0.0,
+    *,
+    counted_over: Communicator | None = None,
 ) -> torch.Tensor:
-    """`aten.cross_entropy_loss` of logits of which each rank has a part of the classes. Every rank gets the loss."""
+    """`aten.cross_entropy_loss` of logits of which each rank has a part of the classes. Every rank gets the loss.
+
+    Where the ranks of another axis have shared out the targets, a mean divides by the number of valid ones of all of
+    them (`counted_over`).
+    """
     last = x.movedim(1, -1) if x.dim() > 1 else x
     is_ignored = target == ignore_index
     _check_range(target, is_ignored, "a target class", last.shape[-1] * c.size)
     each: torch.Tensor = _CrossEntropy.apply(last, target.masked_fill(is_ignored, 0), label_smoothing, c)  # type: ignore[no-untyped-call]
     each = each.masked_fill(is_ignored, 0)
     if reduction == _MEAN:
-        each = each.sum() / (~is_ignored).sum()
+        count = (~is_ignored).sum()
+        each = each.sum() / (count if counted_over is None else counted_over.all_reduce(count))
     elif reduction == _SUM:
         each = each.sum()
     return each.to(x.dtype)

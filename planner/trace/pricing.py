@@ -8,10 +8,11 @@ RMS norm would take a CPU's path: they are replaced by the operator that CUDA's 
 
 import bisect
 import copy
+import traceback
 import weakref
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, Literal
 
@@ -23,7 +24,7 @@ from torch.autograd.graph import get_gradient_edge, saved_tensors_hooks
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from planner.errors import PlannerError, TraceError
-from planner.graph import Affine, BlockClass, Communicated, Kernel, Node, Tensor, reads
+from planner.graph import Affine, Batch, BlockClass, Communicated, Kernel, Node, Operand, Tensor, reads
 from planner.trace.assumed import LargestSizes
 from planner.trace.aten import run_nodes
 from planner.trace.batch import Leaf, LossFunction, call, map_leaves, scalar_loss
@@ -39,8 +40,10 @@ from planner.trace.kernels import (
     tensors_in,
 )
 from planner.trace.parallel import Pretended, bound
+from planner.trace.refusal import UNKNOWN, first_line, user_line
 
 Phase = Literal["forward", "backward"]
+Owner = int | str  # the place of a node in its block, or the name of a module
 
 
 # --- recording ------------------------------------------------------------------------------------
@@ -52,7 +55,7 @@ class _Launch:
 
     kernel: Launched
     phase: Phase
-    owner: str
+    owner: Owner
 
 
 @dataclass(slots=True)
@@ -60,7 +63,7 @@ class _Storage:
     """A storage that the run made. `is_saved` once autograd has kept it."""
 
     num_bytes: int
-    saved_by: str | None = None
+    saved_by: Owner | None = None
     is_gradient: bool = False
 
 
@@ -70,7 +73,7 @@ class _Moment:
 
     storage: _Storage
     sign: int
-    owner: str
+    owner: Owner
     phase: Phase
 
 
@@ -80,20 +83,20 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
     `given` are tensors that exist before (parameters, buffers, inputs): they cost nothing here.
     """
 
-    def __init__(self, given: Iterable[torch.Tensor], parameters: Mapping[str, torch.Tensor]) -> None:
+    def __init__(self, given: Iterable[torch.Tensor], parameters: Iterable[torch.Tensor]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.launches: list[_Launch] = []
         self.moments: list[_Moment] = []
         self.phase: Phase = "forward"
-        self.owner = ""
+        self.owner: Owner = ""
         self.saved_given: set[int] = set()  # keys of given storages that autograd keeps
         self._live: dict[int, _Storage] = {}
         self._given = {storage_key(t) for t in given}
-        self._matrices = {storage_key(p): name for name, p in parameters.items() if p.ndim >= 2}
+        self._matrices = {storage_key(p) for p in parameters if p.ndim >= 2}
         self._starts: list[int] = []
-        self._owners: list[str] = []
+        self._owners: list[Owner] = []
 
-    def enter(self, owner: str) -> None:
+    def enter(self, owner: Owner) -> None:
         """From here on, what runs belongs to `owner`; so will its backward."""
         self.owner = owner
         self._starts.append(torch.autograd._get_sequence_nr())  # type: ignore[attr-defined]
@@ -114,18 +117,17 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
+        self.owner = self.runs_for()
         out = func(*args, **kwargs)
-        if self.phase == "backward" and self._starts:
-            self.owner = self._forward_owner()
         if kernel := launched(func, args, kwargs, out, self._matrices):
             self.launches.append(_Launch(kernel, self.phase, self.owner))
         for tensor in tensors_in(out):
             self._track(tensor)
         return out
 
-    def _forward_owner(self) -> str:
-        """Whose forward made the autograd node that runs now."""
-        node: Any = torch._C._current_autograd_node()
+    def runs_for(self) -> Owner:
+        """Whose code runs now: in backward, that whose forward made the autograd node."""
+        node: Any = torch._C._current_autograd_node() if self.phase == "backward" and self._starts else None
         if node is None:
             return self.owner
         position = bisect.bisect_right(self._starts, node._sequence_nr()) - 1
@@ -169,42 +171,78 @@ def _fit(values: tuple[float, float], sizes: tuple[int, int], what: str, *, line
 
 
 def _fit_kernels(
-    runs: tuple[Sequence[_Launch], Sequence[_Launch]], sizes: tuple[int, int], *, linearised: bool = False
+    runs: tuple[Sequence[_Launch], Sequence[_Launch]],
+    sizes: tuple[int, int],
+    nodes: Sequence[Node] = (),
+    *,
+    linearised: bool = False,
 ) -> tuple[Kernel, ...]:
+    """Kernels of both runs. Where torch picks others by size, those of the larger run, at so much a sample."""
     first, second = runs
-    if [k.kernel.op for k in first] != [k.kernel.op for k in second]:
-        raise TraceError(
-            f"{len(first)} operators run at micro-batch {sizes[0]} and {len(second)} at "
-            f"{sizes[1]}: what the model computes depends on the size of the batch"
-        )
+    if not _are_alike(first, second):
+        first = [replace(launch, kernel=_shrunk(launch.kernel, sizes[0] / sizes[1])) for launch in second]
+
+    def what(launch: _Launch) -> str:
+        at = f"{nodes[launch.owner].source}: " if nodes and isinstance(launch.owner, int) else ""
+        return f"{at}{{}} of {launch.kernel.op}"
+
     return tuple(
         Kernel(
             op=a.op,
             phase=launch.phase,
             kind=a.kind,
             dtype=a.dtype,
-            flop=_fit((a.flop, b.flop), sizes, f"FLOP of {a.op}", linearised=linearised),
-            num_bytes=_fit((a.num_bytes, b.num_bytes), sizes, f"bytes of {a.op}", linearised=linearised),
+            flop=_fit((a.flop, b.flop), sizes, what(launch).format("FLOP"), linearised=linearised),
+            num_bytes=_fit((a.num_bytes, b.num_bytes), sizes, what(launch).format("bytes"), linearised=linearised),
+            operands=_fit_operands(a, b, sizes),
+            node=launch.owner if isinstance(launch.owner, int) else -1,
+            has_formula=a.has_formula,
         )
         for launch, other in zip(first, second, strict=True)
         for a, b in [(launch.kernel, other.kernel)]
     )
 
 
+def _are_alike(first: Sequence[_Launch], second: Sequence[_Launch]) -> bool:
+    """Whether two runs launch the same kernels."""
+    return [launch.kernel.op for launch in first] == [launch.kernel.op for launch in second]
+
+
+def _shrunk(kernel: Launched, factor: float) -> Launched:
+    return replace(kernel, flop=kernel.flop * factor, num_bytes=kernel.num_bytes * factor, operands=())
+
+
+def _fit_operands(first: Launched, second: Launched, sizes: tuple[int, int]) -> tuple[Operand, ...]:
+    """What a kernel reads at any micro-batch; empty where a size is neither fixed nor a multiple of it."""
+    if len(first.operands) != len(second.operands):
+        return ()
+    result = []
+    for (dtype, shape, is_strided), (_, other, _) in zip(first.operands, second.operands, strict=True):
+        if len(shape) != len(other):
+            return ()
+        fitted: list[int | Batch] = []
+        for low, high in zip(shape, other, strict=True):
+            if low != high and (low % sizes[0] or low * sizes[1] != high * sizes[0]):
+                return ()
+            fitted.append(low if low == high else Batch(low // sizes[0]))
+        result.append(Operand(dtype, tuple(fitted), is_strided))
+    return tuple(result)
+
+
 def _by_operator(launches: Sequence[_Launch], others: Sequence[_Launch]) -> list[_Launch]:
     """One kernel for each operator of either run, with the sums over `launches`."""
-    sums: dict[tuple[str, Kind, str, Phase], list[float]] = {}
+    sums: dict[tuple[str, Kind, str, Phase, bool], list[float]] = {}
     for launch in (*launches, *others):
         kernel = launch.kernel
-        sums.setdefault((kernel.op, kernel.kind, kernel.dtype, launch.phase), [0.0, 0.0])
+        sums.setdefault((kernel.op, kernel.kind, kernel.dtype, launch.phase, kernel.has_formula), [0.0, 0.0])
     for launch in launches:
         kernel = launch.kernel
-        found = sums[kernel.op, kernel.kind, kernel.dtype, launch.phase]
+        found = sums[kernel.op, kernel.kind, kernel.dtype, launch.phase, kernel.has_formula]
         found[0] += kernel.flop
         found[1] += kernel.num_bytes
     return [
-        _Launch(Launched(op, kind, dtype, flop, num_bytes), phase, "")
-        for (op, kind, dtype, phase), (flop, num_bytes) in sorted(sums.items())
+        _Launch(Launched(op, kind, dtype, flop, num_bytes, has_formula=has_formula), phase, "")
+        for (op, kind, dtype, phase, has_formula), (flop, num_bytes) in sorted(sums.items())
     ]
 
 
@@ -226,18 +264,37 @@ def _fit_peak(levels: tuple[np.ndarray, np.ndarray], sizes: tuple[int, int]) -> 
 
 
 @contextmanager
-def _as_trace_error(what: str) -> Iterator[None]:
+def _as_trace_error(what: str, *, runs_users_code: bool = False) -> Iterator[None]:
     """Says in one sentence that something cannot run on fake tensors."""
     try:
         yield
     except PlannerError:
         raise
     except Exception as error:
-        first_line = str(error).strip().partition("\n")[0]
+        said = first_line(error)
+        line = user_line(traceback.extract_tb(error.__traceback__)) if runs_users_code else UNKNOWN
+        what = what if line == UNKNOWN else f"{line}: {what}"
+        cure = "let it run on meta tensors: shapes must not depend on values (torch.where instead of a mask as index)"
+        if isinstance(error, NotImplementedError):
+            said = said.partition(": attempted")[0]
+            cure = "torch cannot tell the shapes of what it makes without running it; use another operator"
         raise TraceError(
-            f"{what} cannot run on fake tensors, so it has no price: {type(error).__name__}: {first_line}; "
-            "give it shapes that do not depend on values (torch.where instead of indexing by a mask)"
+            f"{what} cannot run on fake tensors, so it has no price: {type(error).__name__}: {said}; {cure}"
         ) from error
+
+
+@contextmanager
+def _told_where(recorder: _Recorder, nodes: Sequence[Node]) -> Iterator[None]:
+    """Says of which node something cannot run on fake tensors."""
+    try:
+        yield
+    except Exception:
+        owner = recorder.owner
+        if not isinstance(owner, int):
+            raise
+        backward = "the backward of " if recorder.phase == "backward" else ""
+        with _as_trace_error(f"{nodes[owner].source or nodes[owner].name}: {backward}{nodes[owner].op}"):
+            raise
 
 
 # --- a block of a graph ---------------------------------------------------------------------------
@@ -253,7 +310,7 @@ class _Run:
     saves_output: tuple[bool, ...]
     forward_levels: np.ndarray  # live bytes beyond what is saved in the end, moment by moment
     backward_levels: np.ndarray
-    collectives: Sequence[tuple[str, str, Phase, float]] = ()  # name, axis, phase, bytes
+    collectives: Sequence[tuple[str, str, Phase, int, float]] = ()  # name, axis, phase, node, bytes
 
 
 def price_nodes(
@@ -280,16 +337,18 @@ def price_nodes(
     their sizes; a rank's experts get `expert_imbalance` times a fair share of what is sent to them.
 
     Raises:
-        TraceError: an operator has no FLOP formula, or a quantity is not linear in the micro-batch.
+        TraceError: an operator does not run on fake tensors, or a quantity is not linear in the micro-batch.
     """
     with _as_trace_error(f"the block from {nodes[0].name} to {nodes[-1].name}" if nodes else "an empty block"):
         first, second = (
             _run_block(tensors, nodes, inputs, shared, outputs, size, device_kind, detached, axes, expert_imbalance)
             for size in micro_batches
         )
+    linearised = linearised or not _are_alike(first.launches, second.launches)
+    saved = f"{nodes[0].source}: saved bytes of the block that begins here" if nodes else "saved bytes"
     return BlockClass(
-        kernels=_fit_kernels((first.launches, second.launches), micro_batches, linearised=linearised),
-        saved=_fit((first.saved, second.saved), micro_batches, "saved bytes", linearised=linearised),
+        kernels=_fit_kernels((first.launches, second.launches), micro_batches, nodes, linearised=linearised),
+        saved=_fit((first.saved, second.saved), micro_batches, saved, linearised=linearised),
         saves_input=first.saves_input,
         saves_output=first.saves_output,
         forward_peak=_fit_peak((first.forward_levels, second.forward_levels), micro_batches),
@@ -300,8 +359,11 @@ def price_nodes(
                 axis=axis,
                 phase=phase,
                 num_bytes=_fit((low, high), micro_batches, f"bytes of {collective}", linearised=linearised),
+                node=node,
             )
-            for (collective, axis, phase, low), (*_, high) in zip(first.collectives, second.collectives, strict=True)
+            for (collective, axis, phase, node, low), (*_, high) in zip(
+                first.collectives, second.collectives, strict=True
+            )
         ),
     )
 
@@ -325,13 +387,13 @@ def price_forward(
         with _as_trace_error("the prelude"), FakeTensorMode(), torch.no_grad():
             env = _given_tensors(tensors, nodes, (), micro_batch, device)
             given = list(env.values())  # alive to the end: a key is unique among the living
-            recorder = _Recorder(given, {})
-            with recorder:
-                _run_forward(tensors, nodes, env, outputs, micro_batch, device_kind)
+            recorder = _Recorder(given, ())
+            with recorder, _told_where(recorder, nodes):
+                _run_forward(tensors, nodes, env, outputs, micro_batch, device_kind, recorder)
             made = {storage_key(env[t]): recorder.storage(env[t]) for t in outputs if t in env}
             sizes.append(float(sum(s.num_bytes for s in made.values() if s is not None)))
             runs.append(recorder.launches)
-    kernels = _fit_kernels((runs[0], runs[1]), micro_batches)
+    kernels = _fit_kernels((runs[0], runs[1]), micro_batches, nodes)
     return kernels, _fit((sizes[0], sizes[1]), micro_batches, "bytes of the prelude")
 
 
@@ -366,6 +428,7 @@ def _run_forward(
     outputs: Collection[int],
     micro_batch: int,
     device_kind: DeviceKind,
+    recorder: _Recorder,
     operators: Mapping[str, Callable[..., Any]] = {},
 ) -> None:
     """Runs nodes and lets go of every tensor after its last use, as Python would."""
@@ -379,6 +442,7 @@ def _run_forward(
         if tensor not in outputs:
             dying.setdefault(position, []).append(tensor)
     for position, node in enumerate(nodes):
+        recorder.enter(position)
         run_nodes(
             tensors, [node], env,
             micro_batch=micro_batch, device=device_of(device_kind), replace=replacements,
@@ -409,14 +473,16 @@ def _run_block(
         env = leaves | {t: leaves[t].clone() for t in moving if t in leaves}
         seed = torch.empty(())
         given = [*leaves.values(), *env.values(), seed]
-        matrices = {tensors[t].name: leaves[t] for t in read if tensors[t].kind == "parameter"}
+        parameters = [leaves[t] for t in read if tensors[t].kind == "parameter"]
         keys = {t: storage_key(env[t]) for t in inputs if t in env}
-        recorder = _Recorder(given, matrices)
-        collectives: list[tuple[str, str, Phase, float]] = []
+        recorder = _Recorder(given, parameters)
+        collectives: list[tuple[str, str, Phase, int, float]] = []
 
         def pretended(axis: str, size: int) -> Pretended:
             def seen(collective: str, num_bytes: int) -> None:
-                collectives.append((collective, axis, recorder.phase, num_bytes))
+                owner = recorder.runs_for()
+                node = owner if isinstance(owner, int) else -1
+                collectives.append((collective, axis, recorder.phase, node, num_bytes))
 
             return Pretended(size, seen, expert_imbalance=expert_imbalance)
 
@@ -424,9 +490,9 @@ def _run_block(
             name: partial(_as_device, device_kind, function)
             for name, function in bound({axis: pretended(axis, size) for axis, size in axes.items()}).items()
         }
-        with recorder:
+        with recorder, _told_where(recorder, nodes):
             with saved_tensors_hooks(recorder.pack, lambda tensor: tensor):
-                _run_forward(tensors, nodes, env, outputs, micro_batch, device_kind, operators)
+                _run_forward(tensors, nodes, env, outputs, micro_batch, device_kind, recorder, operators)
             made = {t: env.get(t) for t in outputs}
             storages = {t: recorder.storage(x) for t, x in made.items() if x is not None}
             kept = sum(m.storage.num_bytes for m in recorder.moments
@@ -514,8 +580,8 @@ class _ModuleRun:
 
     launches: list[_Launch]
     moments: list[_Moment]
-    peaks: dict[tuple[str, Phase], float] = field(default_factory=dict)
-    saved: dict[str, float] = field(default_factory=dict)
+    peaks: dict[tuple[Owner, Phase], float] = field(default_factory=dict)
+    saved: dict[Owner, float] = field(default_factory=dict)
 
 
 def price_module(
@@ -539,13 +605,13 @@ def price_module(
     """
     runs = []
     for size in micro_batches:
-        with _as_trace_error("the model"):
+        with _as_trace_error("the model", runs_users_code=True):
             runs.append(_run_module(model, batch, loss_fn, wrapped, dtype, device_kind, size))
     first, second = runs
 
     def kernels(owner: str) -> tuple[Kernel, ...]:
         low, high = ([k for k in run.launches if k.owner == owner] for run in (first, second))
-        if [k.kernel.op for k in low] != [k.kernel.op for k in high]:  # a loop over samples, say
+        if not _are_alike(low, high):  # a loop over samples, say
             low, high = _by_operator(low, high), _by_operator(high, low)
         return _fit_kernels((low, high), micro_batches, linearised=True)
 
@@ -593,7 +659,7 @@ def _run_module(
         small = map_leaves(batch, fake)
         parameters = dict(module.named_parameters())
         given = [*parameters.values(), *module.buffers(), *tensors_in(small)]
-        recorder = _Recorder(given, parameters)
+        recorder = _Recorder(given, parameters.values())
         _attribute(module, wrapped, recorder)
         stack.enter_context(LargestSizes())  # type: ignore[no-untyped-call]
         stack.enter_context(DeviceFunctions(device_kind))
@@ -622,7 +688,7 @@ def _run_module(
 def _find_peaks(run: _ModuleRun) -> None:
     """The rise of live bytes over every stretch that one module runs, less what it keeps."""
     level = start = kept = 0.0
-    previous: tuple[str, Phase] | None = None
+    previous: tuple[Owner, Phase] | None = None
     for moment in run.moments:
         current = (moment.owner, moment.phase)
         if current != previous:

@@ -12,6 +12,7 @@ from planner.graph import Fallback
 
 _TORCH_FOLDER = str(Path(torch.__file__).parent)
 _PLANNER_FOLDER = str(Path(__file__).parents[1])
+_PYTHON_FOLDER = str(Path(traceback.__file__).parent)
 _ZOO_FOLDER = str(Path(__file__).parents[1] / "zoo")
 UNKNOWN = "unknown place"
 TRAINS_WITHOUT = "or train it as it is, without a pipeline and without recomputation"
@@ -38,9 +39,11 @@ def refused(source: str, reason: str, cure: str, *, couples: bool = False, may_b
 
 
 def is_user_file(name: str) -> bool:
-    """Whether a file is neither torch's nor ours; the zoo counts as a user's."""
+    """Whether a file is neither torch's, Python's nor ours; the zoo counts as a user's."""
     if name.startswith(_ZOO_FOLDER):
         return True
+    if name.startswith(_PYTHON_FOLDER) and "-packages" not in name:
+        return False
     return not name.startswith((_TORCH_FOLDER, _PLANNER_FOLDER, "<"))
 
 

@@ -23,6 +23,7 @@ from torch.utils._pytree import tree_leaves
 from planner.errors import ModelError
 from planner.trace.batch import LossFunction, call, output_leaves, scalar_loss
 from planner.trace.grouped import EveryDtype
+from planner.trace.refusal import where_defined
 
 Kept = Literal["value", "tensor", "buffer", "cache"]  # a cache is a container in which tensors change
 Note = Callable[[Kept, str], None]
@@ -99,7 +100,11 @@ class LossOnly(nn.Module):
         with EveryDtype():
             output = call(self.model, batch)
         loss: Any  # in evaluation with what it returns beside
-        loss = function(output, batch) if isinstance(function, Evaluation) else scalar_loss(output, batch, function)
+        loss = (
+            function(output, batch)
+            if isinstance(function, Evaluation)
+            else scalar_loss(output, batch, function, source=where_defined(type(self.model).forward))
+        )
         for name, value in _python_values(self.model).items():
             if values.get(name, value) != value:
                 self.note("value", name)
