@@ -14,8 +14,9 @@ Two ways of Megatron-LM, whose matrices are given here as it holds them; everyth
 The loss over a split vocabulary gathers four numbers of every rank for each token, once; Megatron sums three numbers
 for each token, one after the other. `found` is the fastest way that the program finds when nothing is given.
 
-Planned figures are of the real widths in bfloat16, with two layers (layers are alike, one is in the table) and at most
-4,096 tokens: with more, gathering the weights of attention would be cheaper than gathering activations. The counts are
+Planned figures are of the real widths in bfloat16, with two layers (layers are alike, one is in the table), a
+micro-batch of one sample and at most 4,096 tokens: with more, gathering the weights of attention would be cheaper than
+gathering activations. Prices are given here, so that no profile of a machine decides. The counts are
 of small models of the same kind, whose lowered blocks run on threads, forward and backward: `counted` is what was seen
 there, `as planned` whether that was planned for them; what is `found` for them may be another way. Bytes are those of
 one sample, as `planner.collectives` counts them.
@@ -31,12 +32,10 @@ from typing import Any, Literal, cast
 import torch
 from torch import nn
 
-from planner.cluster import Cluster
 from planner.graph import Block, Graph, Node
 from planner.runtime.blocks import constant, lower_block, lower_prelude
 from planner.runtime.parts import piece
 from planner.runtime.peers import Peers
-from planner.search.sharded import prices
 from planner.shard.localize import localize
 from planner.shard.placement import Placement, R, Sharding, split
 from planner.shard.program import Prices, resharded, variants
@@ -57,15 +56,17 @@ PARTS = ("embedding", "layer", "head", "loss")
 PHASES: tuple[Phase, ...] = ("forward", "backward")
 COLUMN = ("query", "key", "value", "gate", "up", "tokens", "head")  # split by what they make; vocabularies too
 ROW = ("out", "down")  # split by what they take
-CLUSTER = "8xH100-80GB"
 SAMPLES = 2
 
-# For sequence parallel: bytes alone decide. Latencies would have BERT mix both ways, whose layers are small.
-_BYTES_ONLY = Prices(
+# Of rings, for sequence parallel and what is found: bytes alone decide. Latencies would have BERT mix both ways, whose
+# layers are small.
+_RINGS = Prices(
     flop_per_second=6e14, bytes_per_second=2.5e12, kernel_seconds=0.0,
     collective_seconds=lambda kind, num_bytes: num_bytes / 2e11 * (2 if kind == "all_reduce" else 1),
     micro_batch=1, num_microbatches=8,
 )  # fmt: skip
+# For column/row: where a switch sums, an all-reduce is no slower than the all-gather of as many bytes.
+_IN_SWITCH = replace(_RINGS, collective_seconds=lambda _, num_bytes: num_bytes / 2e11)
 # Of a machine so slow that small models are worth splitting.
 _SLOW = Prices(
     flop_per_second=1e11, bytes_per_second=1e12, kernel_seconds=0.0,
@@ -158,7 +159,10 @@ def graph_of(config: LlamaConfig | BERTConfig, *, precision: str, device: str) -
 
 
 def shardings_of(graph: Graph, degree: int, form: Form, priced_as: Prices) -> tuple[Sharding, ...]:
-    """How the blocks are split: with Megatron's matrices and layouts, or as the program finds it."""
+    """How the blocks are split: with Megatron's matrices and layouts, or as the program finds it.
+
+    Sequence parallel is of rings always.
+    """
     if form == "found":
         return variants(graph, degree, priced_as)[0].shardings
     held: dict[str, Placement] = {}
@@ -170,7 +174,7 @@ def shardings_of(graph: Graph, degree: int, form: Form, priced_as: Prices) -> tu
                 held[tensor.name] = split(dim, [tensor.shape[dim]])
     between = {t for block in graph.blocks for t in block.outputs} - {graph.loss}
     carried = {t: R if form == "column/row" else split(1, [graph.tensors[t].shape[1]]) for t in between}
-    return resharded(graph, degree, priced_as if form == "column/row" else _BYTES_ONLY, held, carried)
+    return resharded(graph, degree, priced_as if form == "column/row" else _RINGS, held, carried)
 
 
 def part_of(graph: Graph, block: Block) -> str:
@@ -334,11 +338,11 @@ def _note(found: dict[Where, Seen], where: Where, seen: Seen) -> None:
 def rows(case: Case, forms: Collection[Form] = FORMS) -> Iterator[Row]:
     """The parts of a model, forward and backward, split in each of the forms."""
     real, _ = graph_of(case.config, precision="bf16", device="meta")
-    of_cluster = prices(real, Cluster.load(CLUSTER), {"tp": case.degree}, "tp", global_batch=64)
     small, model = graph_of(case.small, precision="fp32", device="cpu")
     for form in forms:
         formula = megatron(form, case.config)
-        figures = planned(real, shardings_of(real, case.degree, form, of_cluster), case.degree, "cuda")
+        priced_as = _IN_SWITCH if form == "column/row" else _RINGS
+        figures = planned(real, shardings_of(real, case.degree, form, priced_as), case.degree, "cuda")
         shardings = shardings_of(small, case.small_degree, form, _SLOW)
         small_figures = planned(small, shardings, case.small_degree, "cpu")
         seen, _ = counted(small, model, shardings, case.small_degree)
