@@ -306,7 +306,7 @@ def _planning_options(command: argparse.ArgumentParser, default_batch: str) -> N
         "--fix",
         default="",
         metavar="K=V,...",
-        help="pin choices, as in pp=4,zero=1,recompute=full; any of pp dp dp_shard tp cp zero recompute micro_batch "
+        help="pin choices, as in pp=4,zero=1,recompute=full; any of pp dp dp_shard tp cp ep zero recompute micro_batch "
         "num_microbatches schedule devices",
     )
     command.add_argument(

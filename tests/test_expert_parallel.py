@@ -141,6 +141,53 @@ def test_experts_are_put_together_by_measured_loads(name, layer):
     assert again.placements == local.placements
 
 
+class Odd(nn.Module):
+    """Two of four experts for each of [batch, 8, 6], in ways whose rows or tables are not one for each expert."""
+
+    def __init__(self, way: str) -> None:
+        super().__init__()
+        self.way = way
+        self.router = nn.Linear(6, 6 if way == "rows of no expert" else 4)
+        self.up, self.down = nn.Parameter(torch.randn(4, 6, 10)), nn.Parameter(torch.randn(4, 10, 6))
+        if way == "flat":
+            self.up = nn.Parameter(torch.randn(4 * 6, 10))
+        self.bias = nn.Parameter(torch.randn(6, 10))
+        with torch.no_grad():
+            self.router.bias[:2] += 3.0  # the experts of rank 0 get more rows than a rank has
+
+    def forward(self, x: Tensor) -> Tensor:
+        """A loss of all rows."""
+        tokens = x.flatten(0, 1)
+        weights, chosen = self.router(tokens).softmax(-1).topk(2, -1)
+        experts, order = chosen.flatten().sort()
+        ends = torch.histc(experts.double(), 4, 0, 3).cumsum(0).to(torch.int32)
+        inner = torch._grouped_mm(tokens[order // 2], self.up.view(4, 6, 10), ends)
+        if self.way == "slice of all rows":
+            inner = inner[: order.shape[0]]
+        elif self.way == "rows of no expert":  # their keys are 4 and 5
+            inner = inner + self.bias[experts]
+        rows = torch._grouped_mm(inner.tanh(), self.down, ends) * weights.flatten()[order].unsqueeze(-1)
+        loss: Tensor = rows[order.argsort()].view(-1, 2, 6).sum(1).square().mean()
+        return loss
+
+
+@pytest.mark.parametrize("loads", [None, [8, 6, 1, 1]], ids=["in order", "by loads"])
+@pytest.mark.parametrize("way", ["slice of all rows", "rows of no expert", "flat"])
+def test_what_is_not_simply_one_for_each_expert_is_right_too(way, loads):
+    torch.manual_seed(0)
+    module = Odd(way).double()
+    graph = trace(module, torch.randn(4, 8, 6).double(), precision="fp64", device_kind="cpu")
+    values = values_of(graph, module, {"0": torch.randn(2, 8, 6).double()})
+    by_layer = {each.name: loads for each in expert_layers(graph)} if loads else None
+
+    local = _check(graph, values, 2, [3, 2], by_layer)
+
+    held = ((graph.tensors[t], p) for t, p in local.placements.items() if p.is_split)
+    split = {tensor.name: p for tensor, p in held if tensor.kind == "parameter"}
+    assert split.keys() == {"up", "down"}
+    assert {p.order for p in split.values()} == ({(0, 3, 1, 2)} if loads and way != "flat" else {()})
+
+
 @pytest.mark.parametrize(("name", "degree"), [("moe", 2), ("moe", 4), ("mixtral+router", 2)])
 def test_models_have_the_loss_and_gradients_of_one_device(name, degree):
     with _mode(name):

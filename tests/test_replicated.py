@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import nn
 
+from planner import ranked_plans
 from planner.errors import PlanError, PlannerError
 from planner.search import search_model
 from planner.trace import trace
@@ -66,6 +67,21 @@ def test_a_fixed_degree_that_shares_out_nothing_is_refused_with_the_reason(fix):
     assert "2 does not divide 9, 15" in str(error.value)
     assert str(error.value).endswith("; leave it out or fix another degree")
     assert notes_of(Odd(), None, shape=(8, 15)) == ()
+
+
+def test_a_fixed_degree_is_taken_where_it_only_costs():
+    class Small(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.first, self.second = nn.Linear(16, 64), nn.Linear(64, 16)
+
+        def forward(self, x):
+            return self.second(self.first(x).relu()).square().mean()
+
+    for fix, splits in ({"tp": 2}, (("tp", 2),)), ({"cp": 2, "tp": 2}, (("cp", 2), ("tp", 2))):
+        batch = torch.randn(8, 4, 16)
+        plan = ranked_plans(Small(), "1x4xA100-80GB", batch=batch, precision="fp32", global_batch=8, fix=fix, top=1)[0]
+        assert plan.mesh.splits == splits
 
 
 class Normed(nn.Module):

@@ -14,7 +14,7 @@ from planner.profile import Profile, measured_cluster, measured_part
 from planner.search.choices import Pins
 from planner.search.engine import OBJECTIVES, Progress, Search, Sharded, Statistics, search
 from planner.search.measuring import Measuring, as_measured
-from planner.search.sharded import ShardedGraph, prices
+from planner.search.sharded import ShardedGraph, divides, prices
 from planner.shard.chain import AxisSplit
 from planner.shard.loads import check_expert_loads, worst_loads
 from planner.shard.localize import localize
@@ -201,7 +201,8 @@ def ways_to_split(
 ) -> Sharded:
     """The ways to split a model, made when the search asks for degrees of axes; with the seconds of a profile.
 
-    Of several axes, the ways of the first are those of it alone; the others split the fastest of them.
+    Of several axes, the ways of the first are those of it alone; the others split the fastest of those that share out
+    anything. A model that is faster unsplit is split as over faster links.
     """
     made: dict[tuple[tuple[str, int], ...], tuple[ShardedGraph, ...]] = {}
 
@@ -214,17 +215,26 @@ def ways_to_split(
         return made[splits]
 
     def _ways(splits: tuple[tuple[str, int], ...]) -> Iterator[ShardedGraph]:
-        outer = split(*splits[:-1])[0] if len(splits) > 1 else ShardedGraph(name="", graph=graph)
+        ways = split(*splits[:-1]) if len(splits) > 1 else (ShardedGraph(name="", graph=graph),)
+        outer = next((way for way in ways if way.divides), ways[0])
         axis, degree = splits[-1]
         as_they_are, reordered = worst_loads(expert_loads or {}, dict(splits).get("ep", degree))
-        imbalance = reordered if "ep" in dict(splits) else as_they_are
+        imbalance = (
+            reordered
+            if any(p.order for each in outer.splits for s in each.shardings for p in s.parameters)
+            else as_they_are
+        )
         if axis == "ep":
             found: tuple[Variant, ...] = (
                 Variant(name="", shardings=spread_experts(outer.graph, degree, loads=expert_loads)),
             )
+            imbalance = reordered if any(p.order for s in found[0].shardings for p in s.parameters) else as_they_are
         else:
             each = prices(graph, cluster, dict(splits), axis, global_batch=global_batch, expert_imbalance=imbalance)
             found = variants(outer.graph, degree, each, whole_parameters=axis == "cp")
+            if not any(divides(variant.shardings) for variant in found):
+                # Slower than on one rank, of a small model for example; whoever fixes the degree wants it all the same.
+                found = variants(outer.graph, degree, each.of_fast_links, whole_parameters=axis == "cp")
         for variant in found:
             local = localize(outer.graph, variant.shardings, degree, axis=axis).graph
             yield ShardedGraph(

@@ -1,6 +1,6 @@
 """The model as one rank of the axes that split it runs it: what the search prices and a plan writes down."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from math import prod
 
@@ -8,7 +8,7 @@ from planner.cluster import Cluster, Curve
 from planner.collectives import COLLECTIVE_SECONDS, axis_group
 from planner.graph import Graph, total
 from planner.shard.chain import AxisSplit
-from planner.shard.placement import Collective
+from planner.shard.placement import Collective, Sharding
 from planner.shard.program import Prices
 
 _LARGEST_MICRO_BATCH = 8
@@ -33,13 +33,15 @@ class ShardedGraph:
     @property
     def divides(self) -> bool:
         """Whether on every axis ranks share the work of any node, or hold parts of any parameter."""
-        return all(
-            any(
-                any(option.share < 1 for option in sharding.options) or any(p.is_part for p in sharding.parameters)
-                for sharding in split.shardings
-            )
-            for split in self.splits
-        )
+        return all(divides(split.shardings) for split in self.splits)
+
+
+def divides(shardings: Iterable[Sharding]) -> bool:
+    """Whether ranks share the work of any node, or hold parts of any parameter."""
+    return any(
+        any(option.share < 1 for option in sharding.options) or any(p.is_part for p in sharding.parameters)
+        for sharding in shardings
+    )
 
 
 def has_long_samples(graph: Graph, cluster: Cluster, global_batch: int) -> bool:

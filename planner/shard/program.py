@@ -77,6 +77,16 @@ class Prices:
     expert_imbalance: float = 1.0
     outer_seconds: Mapping[str, Callable[[Collective, float], float]] = field(default_factory=dict)
 
+    @property
+    def of_fast_links(self) -> "Prices":
+        """The same where a collective and a launch take a thousandth of their time."""
+        seconds = self.collective_seconds
+        return replace(
+            self,
+            kernel_seconds=self.kernel_seconds / 1000,
+            collective_seconds=lambda collective, num_bytes: seconds(collective, num_bytes) / 1000,
+        )
+
 
 @dataclass(frozen=True, kw_only=True)
 class Variant:

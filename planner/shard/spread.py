@@ -9,7 +9,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 
 from planner.errors import PlanError
-from planner.graph import Graph, Node, reads
+from planner.graph import Graph, Node, Size, reads
 from planner.shard.loads import orders_of_experts
 from planner.shard.placement import E, Option, Placement, R, Sharding, operands_of
 from planner.shard.rules import options
@@ -33,7 +33,10 @@ def spread_experts(
         PlanError: no experts of the model can be spread over so many ranks, or not as they are held.
     """
     held = None if parameters is None else {name: p for name, p in parameters.items() if p.is_split}
-    placed = _Placing(graph, degree, held, orders_of_experts(graph, loads or {}, degree)).settled()
+    placing = _Placing(graph, degree, held, orders_of_experts(graph, loads or {}, degree))
+    placed = placing.settled()
+    if placing.cannot_be_ordered:
+        placed = _Placing(graph, degree, held, {}).settled()
     found = {graph.tensors[t].name for t, p in placed.items() if p.is_split and graph.tensors[t].kind == "parameter"}
     if not found and held is None:
         raise PlanError(why_not(graph, degree))
@@ -122,6 +125,7 @@ class _Placing:
         self._maker = {t: node for node in self._nodes for t in node.outputs if t is not None}
         self._between = {t for block in graph.blocks for t in (*block.inputs, *block.outputs)}
         self.placed: dict[int, Placement] = {}
+        self.cannot_be_ordered = False  # a parameter has several rows, or none, for each expert
 
     def settled(self) -> dict[int, Placement]:
         """Placements of tensors; others are R."""
@@ -147,6 +151,10 @@ class _Placing:
             del self.placed[tensor]
         return bool(touched)
 
+    def _num_experts(self, product: int) -> Size:
+        """How many matrices the product has that makes a tensor."""
+        return self._graph.tensors[operands_of(self._maker[product])[1]].shape[0]
+
     def _split_in_order(self, tensor: int, product: int | None) -> None:
         """Split what has a row for each expert, in the order of the product's layer or as its parameters are held."""
         before = set(self.placed)
@@ -156,6 +164,8 @@ class _Placing:
         if self._held is not None:
             names = [self._graph.tensors[t].name for t in made]
             order = next((self._held[name].order for name in names if name in self._held), ())
+        if order and any(self._graph.tensors[t].shape[0] != len(order) for t in made):
+            self.cannot_be_ordered, order = True, ()
         self.placed |= {t: replace(self.placed[t], order=order) for t in made}
 
     def _split(self, tensor: int) -> None:
@@ -208,6 +218,8 @@ class _Placing:
         operands = operands_of(node)
         order = tensors[operands[-1]].order if len(operands) == 2 else None
         if order is not None and order.form == "keys":
+            if product is None or tensors[operands[0]].shape[0] != self._num_experts(product):
+                return False  # a table with rows of no expert: its rows are not where the matrices are
             self._split_in_order(operands[0], product)
             is_made = operands[0] in self.placed
         else:

@@ -44,6 +44,7 @@ from planner.trace.export import export
 from planner.trace.masks import fold_masks
 from planner.trace.refusal import NoGraphError
 from planner.trace.separable import Separability, separability
+from planner.trace.shared_memory import check_shared_buffers, check_shared_parameters
 from planner.trace.state import Evaluation
 from planner.trace.updates import updates
 from planner.trace.watch import checkpoint_inlined
@@ -105,11 +106,13 @@ def trace(
                 f"module {path} is a SyncBatchNorm, which reaches over all ranks behind a plan's back; use BatchNorm, "
                 "whose running statistics are merged over the data ranks of any plan"
             )
+    check_shared_parameters(model)
     name = name or type(model).__name__
     dtype: torch.dtype = getattr(torch, PRECISIONS[precision])
     try:
         say("exporting the model")
         flat = export(model, batch, dtype, evaluation or loss_fn, trains_on_cpu=device_kind == "cpu")
+        check_shared_buffers(model, {flat.tensors[t].name for node in flat.nodes for t in node.mutates})
         flat = fold_masks(in_canonical_order(flat))
         say("cutting into blocks")
         found = cut(flat) if like is None else cut_like(flat, like)

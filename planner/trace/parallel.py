@@ -395,7 +395,8 @@ def operator(name: str) -> Callable[[Function], Function]:
 def bound(communicators: Mapping[str, Communicator]) -> Mapping[str, Function]:
     """The operators by name, for the axes that there are; the keyword `axis` tells which one.
 
-    An operator that is given `counted_over`, a further axis, gets its communicator under this name. Calling one raises `PlanError` where its axis has no communicator.
+    An operator that is given `counted_over`, a further axis, gets its communicator under this name. Calling one raises
+    `PlanError` where its axis has no communicator.
     """
     return {name: partial(_call, name, function, communicators) for name, function in OPERATORS.items()}
 

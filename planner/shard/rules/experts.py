@@ -225,8 +225,9 @@ def resized(call: Call, placement: Placement) -> Rewritten | None:
         if placement.kind in ("D", "E"):
             sizes = (-1, *sizes[1:])
         return Rewritten(args=(call.node.args[0], sizes))
-    if call.name == "slice":  # of other dims, or of all rows
-        return AS_IT_IS
+    if call.name == "slice":  # of other dims, or of all rows; of those that came to experts there are other numbers
+        is_of_rows = call.arg(1, "dim") in (None, 0) or (made is not None and call.arg(1, "dim") == -call.rank(made))
+        return None if is_of_rows and placement.kind in ("D", "E") else AS_IT_IS
     has_size = any(_has_batch(arg) for arg in (*call.node.args, *(value for _, value in call.node.kwargs)))
     return None if has_size else AS_IT_IS
 
