@@ -119,7 +119,7 @@ class Costs:
     in_flight: Ints  # [P]
     capacity: float
     tie_groups: tuple[tuple[int, ...], ...]  # blocks that share parameters: one ZeRO stage for all
-    basis: "Basis"
+    basis: "Basis | None" = None  # set by `price`
 
     @property
     def num_stages(self) -> int:
@@ -336,6 +336,13 @@ def price(
     )
 
 
+def inside_seconds(costs: Costs) -> Floats:
+    """[L, 2] of forward and backward, the collectives of axes that split tensors; priced costs have them."""
+    if costs.basis is None:
+        raise ValueError("only costs that were priced have collectives")
+    return costs.basis.traffic.inside
+
+
 def strategy_seconds(
     device: Device,
     costs: Costs,
@@ -354,7 +361,10 @@ def strategy_seconds(
     scales the slow-down of computing and communicating at once; without `overlaps` nothing runs beside anything. With
     `apart` the processor is not ahead when a recomputed forward pass ends.
     """
-    basis, base = costs.basis, costs.basis.traffic
+    basis = costs.basis
+    if basis is None:
+        raise ValueError("only costs that were priced can be priced again")
+    base = basis.traffic
     seconds, number = kernels + inside, num_kernels + basis.num_inside
     slowdown, reduce_slowdown = (
         Slowdown(*(1 + overlap * (factor - 1) for factor in each)) for each in (base.slowdown, base.reduce_slowdown)

@@ -32,7 +32,7 @@ class Engine:
     matmul_speed: float  # rate of matrix products
     dispatch: float  # processor time of an operation
     backward_dispatch: float  # of one in the backward pass, which the autograd engine sends, in units of that
-    block_seconds: float  # processor time of calling a block, per pass
+    block_dispatches: float  # of calling a block, per pass, in units of the device's time of an operation
     straggling: float  # more of it for each doubling of tp: all ranks wait for the slowest processor
     collectives: float  # seconds of collectives inside of layers, in units of what the links take
     hidden: float  # of the passes of one micro-batch, the share that gradients and parameters may hide behind
@@ -48,8 +48,10 @@ class Engine:
         """Reject numbers that would make every cost meaningless."""
         for item in fields(self):
             value = getattr(self, item.name)
-            if item.type is float and not value >= 0:
+            if item.type in (int, float) and not (isinstance(value, int | float) and value >= 0):
                 raise ClusterError(f"engine {self.name!r}: {item.name} must be a number >= 0, got {value!r}")
+            if item.type is bool and not isinstance(value, bool):
+                raise ClusterError(f"engine {self.name!r}: {item.name} must be true or false, got {value!r}")
 
 
 def engine_named(name: str) -> Engine:
@@ -77,7 +79,11 @@ def engine_of(text: Mapping[str, Any], name: str) -> Engine:
     odd = [f"lacks {key}" for key in names if key not in text] + [f"has no {key}" for key in text if key not in names]
     if odd:
         raise ClusterError(f"engine {name!r}: {', '.join(odd)}")
-    return Engine(**{key: float(v) if isinstance(v, int) and key in _FLOATS else v for key, v in text.items()})
+    values: dict[str, Any] = {
+        key: float(v) if isinstance(v, int) and not isinstance(v, bool) and key in _FLOATS else v
+        for key, v in text.items()
+    }
+    return Engine(**values)
 
 
 _FLOATS = frozenset(item.name for item in fields(Engine) if item.type is float)

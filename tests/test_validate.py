@@ -10,6 +10,7 @@ import pytest
 
 from planner.cli import main
 from planner.costs import price
+from planner.engine import engine_named
 from planner.errors import ProfileError, RunError
 from planner.plan import Mesh
 from planner.simulate import simulate
@@ -33,6 +34,10 @@ def _own_cache(tmp_path_factory):
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("cache")))
         yield
+
+
+# Plain FSDP2 on the zoo's own models: nothing beside what `planner.costs` prices.
+EAGER = replace(engine_named("stock"), memory_traffic=1.0, overlap=1.0)
 
 
 def row(**changes):
@@ -122,7 +127,7 @@ def test_a_file_without_the_columns_is_refused(tmp_path):
         ({"dp": 3}, "inconsistent"),
         ({"global_batch": 33}, "no multiple of dp"),
         ({"micro_batch": None}, "micro-batch is not stated"),
-        ({"model": "Llama 2 7B LoRA"}, "parameter-efficient"),
+        ({"model": "Mamba 2.8B LoRA"}, "adapters of a model"),
         ({"heads": 3}, "do not divide"),
     ],
 )
@@ -165,9 +170,7 @@ def test_stages_of_the_notes_have_degrees_of_their_own():
 def test_a_plan_of_stock_pytorch_costs_what_the_simulator_says():
     """The same numbers as those of a plan that the search makes."""
     case = case_of(row(zero_stage=2, activation_recompute="full"))
-    case = replace(
-        case, engine=replace(case.engine, name="stock", receives_all_at_once=True, memory_traffic=1.0, dispatch=1.0)
-    )
+    case = replace(case, engine=EAGER)
     found = predict(case)
     rank = rank_graph(case.key(case.stages[0]), case.spec.layers)
     costs = price(
@@ -190,9 +193,8 @@ def test_terms_add_up():
     assert min(asdict(prediction.memory).values()) >= 0
 
 
-def matmul_flop(each):
-    kernels = [kernel for stage in features(case_of(each)) for kernel in stage["kernels"]]
-    return sum(kernel["flop"] * kernel["count"] for kernel in kernels if kernel["kind"] == "matmul")
+def matmul_seconds(each):
+    return predict(case_of(each)).terms.gemm_seconds
 
 
 def test_every_choice_has_its_price():
@@ -204,7 +206,7 @@ def test_every_choice_has_its_price():
     assert offloaded.terms.optimizer_seconds < predict(case_of(row())).terms.optimizer_seconds
     assert offloaded.memory.optimizer_bytes == 0
     assert predict(case_of(row(offload="activation checkpoints"))).terms.offload_seconds > 0
-    assert matmul_flop(row(precision="fp8")) < 0.7 * matmul_flop(row())  # what is left is the head, in 16 bits
+    assert matmul_seconds(row(precision="fp8")) < 0.8 * matmul_seconds(row())  # what is left is the head, in 16 bits
     assert seconds(compiled=True) <= plain
     long = {"seq_len": 128, "pp": 1, "dp": 1, "n_gpus": 2, "tp": 1, "cp": 2, "global_batch": 8}
     assert predict(case_of(row(**long))).terms.cp_seconds > 0
@@ -239,7 +241,7 @@ def _implemented(*, flash):
     from planner.validate.price import _tables
 
     case = case_of(row(flash_attention=flash))
-    case = replace(case, spec=replace(case.spec, dropout=0.1))
+    case = replace(case, dropout=0.1, spec=replace(case.spec, dropout=0.1))
     return SimpleNamespace(graph=_tables(case, case.stages[0]).graph)
 
 

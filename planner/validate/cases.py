@@ -15,8 +15,9 @@ from typing import Any, Literal
 from planner.cluster import Cluster, Device, all_links, device_named
 from planner.engine import Engine, engine_named
 from planner.errors import PlannerError
+from planner.validate.conventions import Conventions, conventions
 from planner.validate.data import table
-from planner.validate.models import ModelSpec, TraceKey, model_of, trace_key
+from planner.validate.models import ModelSpec, TraceKey, is_frozen, model_of, trace_key
 from planner.validate.rows import RefusedError, Row
 
 Attention = Literal["flash", "unfused"]
@@ -54,8 +55,9 @@ class Case:
     expert_tp: int  # ranks that an expert is split over; 0: tp
     ties_embeddings: bool | None  # None: as the model has it
     has_head: bool  # a loss over the vocabulary
+    frozen_bytes: float  # of an element of a linear layer where only adapters are trained; 0: all is trained
     dropout: float
-    conventions: str  # of memory: an entry of profiles/published/memory.toml
+    conventions: Conventions  # of memory
     virtual_stages: int
     pipeline: Pipeline
     zero: int
@@ -115,10 +117,14 @@ def case_of(row: Row) -> Case:
         raise RefusedError(f"dp x tp x pp x cp do not multiply to {num_devices} GPUs")
     micro_batch, num_microbatches, rounded = _batches(row, source, dp, pp, notes)
     recompute = row.activation_recompute or str(source.get("recompute", ""))
+    if not recompute and (row.zero_stage or 0) >= 3 and "sharded_recompute" in source:
+        recompute = str(source["sharded_recompute"])
     if not recompute:
         recompute = "none"
         notes.append("recomputation is not stated: none assumed")
     dropout = float(source.get("dropout", 0.0))
+    if row.note("multi-latent-attention"):
+        notes.append("multi-latent attention is priced as plain attention of the same heads")
     spec = model_of(row, tp=tp, cp=cp, dropout=dropout, sequence=source.get("seq_len"))
     engine = _engine(row, source)
     stages = stages_told or _equal_stages(row, source, spec, pp, tp, dp, micro_batch, recompute)
@@ -144,9 +150,10 @@ def case_of(row: Row) -> Case:
         ep=row.ep or 1,
         expert_tp=int(told[1]) if (told := re.search(r"etp(\d+)", row.model)) else 0,
         ties_embeddings=_ties(row, source),
+        frozen_bytes=_frozen_bytes(precision) if is_frozen(row) else 0.0,
         has_head=not re.search(r"SQuAD", row.model),
         dropout=dropout,
-        conventions=str(source.get("conventions", engine.name)),
+        conventions=conventions(str(source.get("conventions", engine.name))),
         virtual_stages=row.vp_interleave or (int(source.get("vp_interleave", 1)) if pp > 1 else 1),
         pipeline=_pipeline(row),
         zero=zero,
@@ -163,10 +170,25 @@ def case_of(row: Row) -> Case:
         compiled=bool(row.compiled),
         optimizer=str(source.get("optimizer", "adamw")),
         only_micro_batch=source.get("time_of") == "micro_batch",
-        measured_seconds=_measured_seconds(row, micro_batch * num_microbatches * dp * rounded, spec.sequence * cp),
+        # Adapters are tuned on samples of many lengths: memory is that of the longest, time that of an unstated mean.
+        measured_seconds=None
+        if is_frozen(row)
+        else _measured_seconds(row, micro_batch * num_microbatches * dp * rounded, spec.sequence * cp),
         measured_tflops=_measured_tflops(row, source),
         notes=tuple(notes),
     )
+
+
+def _frozen_bytes(precision: str) -> float:
+    """Bytes of an element of a frozen linear layer: Dettmers et al. 2023 (arXiv 2305.14314), section 3.
+
+    4 bits with a float32 scale for 64 elements, or these scales in 8 bits with one more for 256 of them.
+    """
+    if "nf4-dq" in precision:
+        return (4 + 8 / 64 + 32 / (64 * 256)) / 8
+    if "nf4" in precision:
+        return (4 + 32 / 64) / 8
+    return 2.0
 
 
 def _ties(row: Row, source: Mapping[str, Any]) -> bool | None:

@@ -6,40 +6,23 @@ moment, what the loss makes of the logits, which work spaces libraries allocate,
 use. Software that wraps block by block (FSDP2, DDP) holds what `planner.memory` says.
 """
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, fields, replace
-from functools import cache
-from typing import Any
+from collections.abc import Sequence
+from dataclasses import dataclass, fields, replace
 
 import numpy as np
 from numpy.typing import NDArray
 
 from planner.costs import Costs, Ints
-from planner.errors import ProfileError
 from planner.memory import optimizer_moments, precision_named, transient_bytes
 from planner.schedule import in_flight
 from planner.validate.cases import Case, StageCase
-from planner.validate.data import table
+from planner.validate.conventions import Conventions
 from planner.validate.step import Priced
 
 Floats = NDArray[np.float64]
 
 # Micro-batches held, in units of those of 1F1B: Qi et al. 2023 (arXiv 2401.10241), table 1.
 HELD = {"1f1b": 1.0, "interleaved": 1.0, "zb-1p": 1.0, "zb-2p": 2.0, "zb-v": 1.0}
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Conventions:
-    """How one software stack holds memory."""
-
-    gradient_bytes: float  # of an element of the buffer that gradients stay in; 0: as `planner.memory` has them
-    step_bytes: float  # of an own element, beside its state, while the optimizer steps
-    logit_bytes: float  # of a logit when the loss holds most; 0: as traced
-    live_elements: float  # of parameters that ZeRO-3 has gathered at a time; 0: whole blocks
-    workspace_bytes: float  # that libraries allocate through torch, on devices before Hopper
-    hopper_workspace_bytes: float  # the same from compute capability 9.0
-    reserved_fraction: float  # of what torch reserves, not allocated at the peak
-    source: Mapping[str, str] = field(hash=False)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -69,21 +52,6 @@ class MemoryTerms:
         return total + (self.context_bytes if kind == "nvidia-smi" else 0.0)
 
 
-@cache
-def conventions(name: str) -> Conventions:
-    """Those of an engine or a source; what an entry leaves out is as in `default`.
-
-    Raises:
-        ProfileError: a key is not known.
-    """
-    found = table("memory")
-    text: dict[str, Any] = {**found["default"], **found.get(name, {})}
-    names = {item.name for item in fields(Conventions)}
-    if odd := set(text) ^ names:
-        raise ProfileError(f"profiles/published/memory.toml: {name} lacks or has no {', '.join(sorted(odd))}")
-    return Conventions(**text)
-
-
 def stage_memory(case: Case, stage: StageCase, p: int, priced: Priced, weights: Floats, share: Floats) -> MemoryTerms:
     """Bytes of a rank of stage `p`, as `memory.stage_peak_bytes` adds them up, for shares of blocks.
 
@@ -95,12 +63,17 @@ def stage_memory(case: Case, stage: StageCase, p: int, priced: Priced, weights: 
         weights: [L] shares of the blocks that the stage has.
         share: [L] how often a block is recomputed.
     """
-    by = conventions(case.conventions)
+    by = case.conventions
     costs, (plain, again) = priced.costs, priced.columns
     held = weights > 0
+    zero = costs.strategies[plain].zero
     last = p == case.pp - 1
     flying = chunks_in_flight(case, p)
     activation = weights * ((1 - share) * costs.activation_bytes[:, plain] + share * costs.activation_bytes[:, again])
+    if case.frozen_bytes:
+        activation = activation + np.where(priced.is_layer, weights * (1 - share) * _of_adapters(case, stage), 0.0)
+    if by.checkpoint_parts and zero == 3:
+        activation = np.where(share == 1, activation / stage.tp, activation)
     if stage.recomputed_operators is not None:
         activation = np.where(priced.is_layer, _by_operators(case, stage, priced, weights), activation)
     if stage.kept_share is not None:
@@ -127,8 +100,10 @@ def stage_memory(case: Case, stage: StageCase, p: int, priced: Priced, weights: 
     optimizer *= 1 - stage.offloaded_optimizer
     # The optimizer steps when no activation is left.
     short_lived += max(0.0, by.step_bytes * own - in_passes)
+    if by.loads_whole and zero == 3:  # beside a rank's own part, before the first step
+        short_lived += max(0.0, parameters * priced.shards.num_ranks - in_passes)
     buffers = _buffers(case, costs, p, held, flying)
-    hopper = case.cluster.device.compute_capability >= "9"
+    hopper = float(case.cluster.device.compute_capability) >= 9
     buffers += by.hopper_workspace_bytes if hopper else by.workspace_bytes
     device = case.cluster.device
     total = parameters + gradients + optimizer + float(saved[at]) + short_lived + buffers + (logits if head else 0.0)
@@ -168,6 +143,12 @@ def _state(
     ranks = priced.shards.num_ranks if zero else 1
     elements = float(weights @ priced.elements)
     kept = (policy.master_bytes if policy.casts else 0) + policy.master_bytes * optimizer_moments(case.optimizer)
+    if case.frozen_bytes:
+        # Adapters are some thousandths of the model; embeddings stay in half precision.
+        words = 2.0 * case.spec.vocabulary * case.spec.hidden
+        whole = costs.strategies[priced.columns[0]].zero == 3
+        held = case.frozen_bytes * max(0.0, elements - words / 2) + words
+        return held / (ranks if whole else 1), 0.0, 0.0, 0.0
     if not by.gradient_bytes:
         state = float(weights @ costs.state_bytes[:, priced.columns[0]])
         own = elements / ranks
@@ -180,7 +161,7 @@ def _state(
         experts *= stage.tp / case.expert_tp
     if case.pp == 1:
         elements += _untied(case, priced) * case.spec.vocabulary * case.spec.hidden / stage.tp
-    # An expert's parameters are on fewer ranks, so its state is sharded over fewer: Megatron-LM's distributed optimizer.
+    # An expert is on fewer ranks, so its state is sharded over fewer (Megatron-LM's distributed optimizer).
     own = (elements - experts) / ranks + experts / max(1.0, ranks / case.ep)
     wide = policy.compute_bytes / 2
     return (
@@ -195,17 +176,21 @@ def _untied(case: Case, priced: Priced) -> int:
     """1 where the model ties embedding and head and the row does not, -1 the other way round."""
     if case.ties_embeddings is None:
         return 0
-    tied = any(len({b for b in readers}) > 1 for readers in _readers(priced).values())
-    return int(tied) - int(case.ties_embeddings)
+    matrices = [p for block in priced.graph.blocks for p in block.parameters if len(priced.graph.tensors[p].shape) == 2]
+    return int(len(set(matrices)) < len(matrices)) - int(case.ties_embeddings)
 
 
-def _readers(priced: Priced) -> dict[int, list[int]]:
-    found: dict[int, list[int]] = {}
-    for index, block in enumerate(priced.graph.blocks):
-        for parameter in block.parameters:
-            if len(priced.graph.tensors[parameter].shape) == 2:
-                found.setdefault(parameter, []).append(index)
-    return found
+def _of_adapters(case: Case, stage: StageCase) -> float:
+    """What a layer saves beyond that of a model that is trained in full.
+
+    Products with weights of 4 bits keep their inputs beside what is kept anyway (bitsandbytes MatMul4Bit); adapters of
+    LLaMA-Adapter V2 (Gao et al. 2023, arXiv 2304.15010) scale, so keep, the output of every linear layer.
+    """
+    spec = case.spec
+    gates = 2 if spec.architecture == "llama" else 1
+    inputs = 3 * spec.hidden + spec.ffn_hidden if case.frozen_bytes < 2 else 0
+    outputs = 5 * spec.hidden + gates * spec.ffn_hidden if case.row.note("Adapter v2") else 0
+    return 2.0 * stage.micro_batch * spec.sequence * (inputs + outputs)
 
 
 def _head(case: Case, stage: StageCase, by: Conventions) -> float:
@@ -241,18 +226,13 @@ def _transient(
     part = costs.working.take((np.arange(len(held)), columns))
     zero = costs.strategies[int(columns[0])].zero
     none = np.zeros_like(part.reduction)
-    if not case.engine.by_block:
-        # Gradients are added and reduced where they lie, or parameter by parameter.
+    if not case.engine.by_block or case.frozen_bytes:
+        # Gradients: there are none, or they are added and reduced where they lie, or parameter by parameter.
         part = replace(part, reduce_input=none, reduction=none, gradient=none)
     if zero == 3 and by.live_elements:
         width = precision_named(costs.precision).compute_bytes
-        largest = np.array(
-            [
-                max((t.num_elements.fixed for p in block.parameters if (t := priced.graph.tensors[p])), default=0)
-                for block in priced.graph.blocks
-            ],
-            float,
-        )
+        sizes = [[priced.graph.tensors[p].num_elements.fixed for p in b.parameters] for b in priced.graph.blocks]
+        largest = np.array([max(each, default=0.0) for each in sizes], np.float64)
         live = np.minimum(part.gathered, width * np.maximum(largest, by.live_elements))
         part = replace(part, gathered=none, gradient=width * largest, forward=part.forward + live,
                        backward=part.backward + live)  # fmt: skip

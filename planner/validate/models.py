@@ -374,6 +374,11 @@ def _module(spec: ModelSpec) -> tuple[nn.Module, Mapping[str, Any]]:
                 ), batch  # fmt: skip
 
 
+def is_frozen(row: Row) -> bool:
+    """Whether only adapters are trained."""
+    return bool(_known(row).get("frozen", False))
+
+
 def _known(row: Row) -> Mapping[str, Any]:
     """What the data file knows of a model of this name."""
     for entry in table("models")["model"]:

@@ -122,6 +122,7 @@ def _tables(case: Case, stage: StageCase) -> Priced:
         has_dropout=case.dropout > 0,
         tp=stage.tp,
         expert_ranks=case.ep,
+        is_frozen=case.frozen_bytes > 0,
     )
     ranks = stage.dp * case.cp
     shards = case.shards if ranks % case.shards == 0 else ranks

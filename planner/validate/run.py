@@ -147,7 +147,7 @@ def validate(paths: Sequence[str | Path], *, progress: Progress | None = None) -
             cases[index] = case_of(row)
         except RefusedError as error:
             refusals[index] = str(error)
-    _trace_all(cases.values(), say)
+    trace_all(cases.values(), say)
     results: dict[int, Result] = {}
     by_model = sorted(range(len(rows)), key=lambda index: repr(cases[index].spec) if index in cases else "")
     for done, index in enumerate(by_model):
@@ -172,7 +172,7 @@ def explain(paths: Sequence[str | Path], row_id: str) -> dict[str, Any]:
         prediction = predict(case)
     except RefusedError as error:
         raise RunError(f"row {row_id} is not priced: {error}") from None
-    result = Result(row=found[0], prediction=prediction, measured_seconds=_measured(case))
+    result = Result(row=found[0], prediction=prediction, measured_seconds=measured_seconds(case))
     return {
         "id": row_id,
         "measured_seconds": result.measured_seconds,
@@ -194,7 +194,7 @@ def explain(paths: Sequence[str | Path], row_id: str) -> dict[str, Any]:
     }
 
 
-def _trace_all(cases: Iterable[Case], say: Progress) -> None:
+def trace_all(cases: Iterable[Case], say: Progress) -> None:
     """Fill the cache of traces with what the cases need, two at a time."""
     wanted: dict[TraceKey, None] = {}
     for case in cases:
@@ -231,14 +231,14 @@ def _result(row: Row, case: Case | None, refusal: str) -> Result:
         prediction = predict(case)
     except RefusedError as error:
         return Result(row=row, tier=case.tier, refusal=_reason(error))
-    return Result(row=row, tier=case.tier, prediction=prediction, measured_seconds=_measured(case))
+    return Result(row=row, tier=case.tier, prediction=prediction, measured_seconds=measured_seconds(case))
 
 
 def _reason(error: RefusedError) -> str:
     return " ".join(str(error).split())[:160]
 
 
-def _measured(case: Case) -> float | None:
+def measured_seconds(case: Case) -> float | None:
     """Seconds of a step, or what follows from a published rate by the formula that its source uses."""
     if case.measured_seconds is not None:
         return case.measured_seconds

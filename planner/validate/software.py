@@ -28,6 +28,7 @@ class Implementation:
     has_dropout: bool
     tp: int
     expert_ranks: int  # ep
+    is_frozen: bool = False  # no gradients of weights: backward has one matrix product of each, not two
 
 
 def implemented(graph: Graph, by: Implementation) -> Graph:
@@ -71,6 +72,8 @@ def _class(kind: BlockClass, by: Implementation, *, is_layer: bool, is_wide: boo
                 continue
             if kernel.phase == "forward" and by.recomputes_attention:
                 again.append(replace(kernel, phase="backward"))
+        if by.is_frozen and kernel.kind == "matmul" and kernel.phase == "backward":
+            kernel = replace(kernel, flop=_scaled(kernel.flop, 0.5), num_bytes=_scaled(kernel.num_bytes, 0.5))
         kernels.append(kernel)
     if by.recomputes_attention and by.unfused_attention:
         kernels += again

@@ -24,7 +24,7 @@ from planner.collectives import (
     axis_group,
     reduce_scatter_seconds,
 )
-from planner.costs import Costs, strategy_seconds
+from planner.costs import Costs, inside_seconds, strategy_seconds
 from planner.engine import Engine
 from planner.graph import Graph, Kernel
 from planner.memory import precision_named
@@ -126,7 +126,7 @@ def block_seconds(
 ) -> BlockSeconds:
     """Seconds of all blocks if each takes the strategy of a column of `costs`."""
     each = [_class_seconds(kind, device, engine, compiled) for kind in work.classes]
-    inside = engine.collectives * costs.basis.traffic.inside
+    inside = engine.collectives * inside_seconds(costs)
     sums = np.array([seconds for seconds, _ in each]).reshape(-1, 3, 2)[work.kinds]
     numbers = np.array([number for _, number in each], float).reshape(-1, 2)[work.kinds]
     found = strategy_seconds(
@@ -169,7 +169,7 @@ def engine_device(device: Device, engine: Engine, tp: int) -> Device:
     return replace(
         device,
         dispatch_seconds=device.dispatch_seconds * engine.dispatch * slowest,
-        block_seconds=engine.block_seconds * slowest,
+        block_seconds=device.dispatch_seconds * engine.block_dispatches * slowest,
         wrapper_seconds=device.wrapper_seconds if engine.by_block else 0.0,
     )
 
@@ -284,7 +284,7 @@ def _stage(
     backward = mixed(plain.backward, again.backward)
     times = np.stack([1 + recomputed, np.ones_like(recomputed)], axis=1)  # forward runs again in the backward pass
     gemm, attention, memory = (float(weights @ (times * part).sum(axis=1)) for part in plain.by_kind)
-    inside = engine.collectives * float(weights @ (times * costs.basis.traffic.inside).sum(axis=1))
+    inside = engine.collectives * float(weights @ (times * inside_seconds(costs)).sum(axis=1))
     exposed = mixed(plain.exposed, again.exposed) - inside
     forward += prelude_seconds(priced.work, device, engine, compiled=case.compiled)
     launch = forward + backward - exposed - gemm - attention - memory - inside

@@ -1,0 +1,448 @@
+"""Constants of devices and engines that make predicted steps true, fitted on published training runs.
+
+    python -m benchmarks.fit [TRAINING.csv] [--write]
+
+The model is that of `autoplan validate`: kernels of traced graphs, links as they are in profiles/links, pipelines by
+their closed formula. Fitted are rates of matrix products and of attention for each device, and what each engine does
+(`planner.engine`). The least mean |log error| is sought by Gauss-Newton steps of reweighted least squares, every source
+with the same weight, and a weak prior at data-sheet values that decides where rows say nothing. An engine that was
+derived from another has that one's constants as its prior. No constant belongs to one row.
+
+Printed are the errors of each source in the fit, and by a fit without it (leave one source out); for the grids of one
+node also by folds of its rows. Those fits start at the end of the whole fit and use its derivatives. With --write the
+constants go to profiles/devices/*.toml and profiles/engines/*.toml.
+"""
+
+import argparse
+import re
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+
+from planner.cluster import Curve, Device
+from planner.engine import Engine, engine_named
+from planner.errors import PlannerError
+from planner.validate.cases import Case, case_of
+from planner.validate.price import shares
+from planner.validate.rows import RefusedError, read_rows
+from planner.validate.run import measured_seconds, trace_all
+from planner.validate.step import Share, step_terms
+
+ROOT = Path(__file__).resolve().parent.parent
+DEVICES, ENGINES = ROOT / "profiles" / "devices", ROOT / "profiles" / "engines"
+TRAINING = ROOT / "benchmarks" / "published" / "training.csv"
+SOURCE = "fitted by `python -m benchmarks.fit` on published runs"
+
+# Sources whose rows state their whole configuration (tier A).
+SOURCES = (
+    "vtrain-s", "vtrain-m", "mpt", "internevo", "zerobubble", "narayanan21", "korthikanti22", "torchtitan", "mist",
+    "mist-aceso", "mist-megatron", "mcore-ci", "amp", "dle",
+)  # fmt: skip
+GRID, EVERY = "vtrain-s", 5  # of the rows of this source, every fifth takes part
+FOLDS = 5
+PRIOR, EPSILON = 0.002, 0.03  # weight of the prior; errors below this count as squares
+ATTENTION_KINDS = ("attention_forward", "attention_backward")
+SIZES = [10 ** (exponent / 2) for exponent in range(14, 28)]  # FLOP of matrix products
+
+# Files that one device's constants are for, and files of devices without rows: the device of their class, the size of
+# products in units of its (by the peak), and their share of its rates (the card's clocks: see the files).
+FAMILIES: Mapping[str, tuple[str, ...]] = {
+    "A100": ("a100-80gb", "a100-40gb"), "H100": ("h100-80gb", "h200"), "V100": ("v100-16gb", "v100-32gb"),
+    "T4": ("t4",), "A10G": ("a10g",), "L4": ("l4",),
+}  # fmt: skip
+BY_CLASS: Mapping[str, tuple[str, float, float]] = {
+    "a100-80gb-pcie": ("A100", 1.0, 0.86), "h100-80gb-pcie": ("H100", 1.0, 0.85), "b200": ("H100", 2.25, 1.0),
+    "rtx3090": ("A10G", 1.0, 1.0), "rtx4090": ("L4", 1.4, 1.0),
+}  # fmt: skip
+
+Floats = NDArray[np.float64]
+
+
+@dataclass(frozen=True, slots=True)
+class Constant:
+    """One positive number to be fitted: its prior, the width of that in log, and the constant it is in units of."""
+
+    prior: float
+    width: float
+    parent: str = ""
+
+
+def constants() -> dict[str, Constant]:
+    """All of them, by device or engine and field."""
+    found: dict[str, Constant] = {}
+    # Peak share of large products (Azure/AI-benchmarking-guide, Dazz993/Mist) and the FLOP at which half of it is left.
+    for family, best, half, width in (
+        ("A100", 0.87, 8e9, 0.1), ("H100", 0.75, 2e10, 0.1), ("V100", 0.75, 5e9, 0.15), ("T4", 0.5, 2e9, 0.15),
+        ("A10G", 0.75, 4e9, 0.15), ("L4", 0.6, 3e9, 0.15),
+    ):  # fmt: skip
+        found[f"device.{family}.best"] = Constant(best, width)
+        found[f"device.{family}.half"] = Constant(half, 1.5)
+    for family in ("A100", "H100"):  # in units of FlashAttention's own measurements
+        found[f"device.{family}.attention_forward"] = Constant(1.0, 0.3)
+        found[f"device.{family}.attention_backward"] = Constant(1.0, 0.3)
+    found["device.H100.dispatch"] = Constant(1.0, 0.5)
+
+    def engine(name: str, parent: str = "", /, **fields: tuple[float, float]) -> None:
+        for field, (prior, width) in fields.items():
+            above = f"engine.{parent}.{field}"
+            found[f"engine.{name}.{field}"] = Constant(1.0, width, above) if above in found else Constant(prior, width)
+
+    engine("stock", memory_traffic=(1.0, 0.5), compiled_memory_traffic=(0.6, 0.5), overlap=(1.0, 0.7),
+           fp8_speed=(1.6, 0.3))  # fmt: skip
+    engine("llm-foundry", "stock", memory_traffic=(1.0, 0.5), overlap=(1.0, 0.7), fp8_speed=(1.6, 0.3),
+           attention_speed=(1.0, 0.3), optimizer_traffic=(1.0, 0.5))  # fmt: skip
+    engine("internevo", "stock", memory_traffic=(1.0, 0.5), hidden=(0.6, 0.7), attention_speed=(1.0, 0.3))
+    engine("ddp", "stock", memory_traffic=(1.0, 0.5), attention_passes=(1.0, 0.7), dispatch=(1.0, 1.0),
+           overlap=(1.0, 0.7), optimizer_traffic=(0.3, 0.7), step_seconds=(1e-3, 1.0))  # fmt: skip
+    software = {
+        "memory_traffic": (0.7, 0.7), "dispatch": (2.0, 1.0), "block_dispatches": (60.0, 1.0),
+        "collectives": (0.8, 0.5), "straggling": (0.1, 1.0), "hop_seconds": (3e-4, 1.0),
+        "pass_seconds": (3e-4, 1.0), "step_seconds": (3e-3, 1.0),
+    }  # fmt: skip
+    engine("megatron", **software, attention_passes=(1.0, 0.7), optimizer_traffic=(0.3, 0.7))
+    engine("megatron-core", "megatron", **software)
+    engine("superscaler", "megatron", memory_traffic=(1.0, 0.5), attention_passes=(1.0, 0.5), collectives=(1.0, 0.5),
+           hop_seconds=(1.0, 1.0))  # fmt: skip
+    engine("mist", "megatron", memory_traffic=(1.0, 0.5), attention_passes=(1.0, 0.5), hop_seconds=(1.0, 1.0),
+           hidden=(0.6, 0.7))  # fmt: skip
+    engine("deepspeed", "megatron", **software, attention_passes=(1.0, 0.5))
+    return found
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Run:
+    """A measured step and all that its prediction needs."""
+
+    case: Case
+    shares: tuple[Share, ...]
+    seconds: float
+    family: str  # "" where no row of the family has a part in the fit
+
+
+class Model:
+    """Predicted seconds as a function of the constants' logarithms."""
+
+    def __init__(self, found: Mapping[str, Constant]) -> None:
+        self.names = list(found)
+        self.place = {name: index for index, name in enumerate(self.names)}
+        self.found = found
+        self.start = np.array([0.0 if c.parent else np.log(c.prior) for c in found.values()])
+        self.width = np.array([c.width for c in found.values()])
+        self._device = lru_cache(maxsize=4096)(self._new_device)
+        self._engine = lru_cache(maxsize=4096)(self._new_engine)
+
+    def value(self, name: str, x: Sequence[float] | Floats) -> float:
+        """One constant."""
+        log, parent = x[self.place[name]], self.found[name].parent
+        return float(np.exp(log)) * (self.value(parent, x) if parent else 1.0)
+
+    def used(self, run: Run) -> frozenset[int]:
+        """Constants that a run depends on."""
+        own = [n for n in self.names if n.startswith((f"device.{run.family}.", f"engine.{run.case.engine.name}."))]
+        indices: set[int] = set()
+        while own:
+            indices.update(self.place[name] for name in own)
+            own = [parent for name in own if (parent := self.found[name].parent)]
+        return frozenset(indices)
+
+    def seconds(self, run: Run, x: Floats) -> float:
+        """The predicted step."""
+        device = self._device(_Key(run.case.cluster.device), run.family, self.part(f"device.{run.family}.", x))
+        engine = self._engine(run.case.engine, self.part(f"engine.{run.case.engine.name}.", x))
+        return step_terms(run.case, run.shares, device, engine, exact=False).total_seconds
+
+    def part(self, prefix: str, x: Floats) -> tuple[tuple[str, float], ...]:
+        """The constants of one device or engine."""
+        return tuple((n.removeprefix(prefix), self.value(n, x)) for n in self.names if n.startswith(prefix))
+
+    def _new_device(self, key: "_Key", family: str, values: tuple[tuple[str, float], ...]) -> Device:
+        return fitted_device(key.device, dict(values))
+
+    def _new_engine(self, engine: Engine, values: tuple[tuple[str, float], ...]) -> Engine:
+        return replace(engine, **dict(values))  # type: ignore[arg-type]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Key:
+    """A device as a key: equal to itself only."""
+
+    device: Device
+
+    def __hash__(self) -> int:
+        return id(self.device)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Key) and self.device is other.device
+
+
+def matmul_curve(best: float, half: float) -> Curve:
+    """Share of the peak by FLOP: a fixed time for each product and a rate, best / (1 + half / FLOP)."""
+    return Curve(points=tuple((float(f"{s:.4g}"), float(f"{min(best, 1.0) / (1 + half / s):.5g}")) for s in SIZES))
+
+
+def fitted_device(device: Device, values: Mapping[str, float]) -> Device:
+    """A device with fitted rates; attention is scaled from what the library's authors measured."""
+    if not values:
+        return device
+    curves = {"matmul": matmul_curve(values["best"], values["half"])}
+    for kind in ATTENTION_KINDS:
+        if kind in values:
+            curves[kind] = scaled(ATTENTION[device.name[:4]][kind], values[kind])
+    return replace(
+        device,
+        efficiency={**device.efficiency, **curves},
+        dispatch_seconds=DISPATCH_SECONDS * values.get("dispatch", 1.0),
+    )
+
+
+BLOCK_SECONDS = 5e-5  # calling a block as a module of its own: the same Python as on a CPU, where it is measured
+DISPATCH_SECONDS = 8e-6  # PyTorch eager with autograd, 5 to 10 us (NVIDIA, Getting Started with CUDA Graphs)
+# FlashAttention-2 (arXiv 2307.08691, figures 4 to 6): what attention is in units of; small sizes are an estimate.
+ATTENTION: Mapping[str, Mapping[str, Curve]] = {
+    "A100": {
+        "attention_forward": Curve(points=((1e8, 0.075), (1e9, 0.225), (1e10, 0.5), (1e12, 0.62))),
+        "attention_backward": Curve(points=((1e8, 0.063), (1e9, 0.189), (1e10, 0.42), (1e12, 0.52))),
+    },
+    "H100": {
+        "attention_forward": Curve(points=((1e8, 0.02), (1e9, 0.1), (1e10, 0.27), (1e12, 0.4))),
+        "attention_backward": Curve(points=((1e8, 0.02), (1e9, 0.09), (1e10, 0.24), (1e12, 0.34))),
+    },
+}
+ATTENTION = {**ATTENTION, "A800": ATTENTION["A100"]}
+
+
+def scaled(curve: Curve, factor: float) -> Curve:
+    """A curve times a factor, at most 1."""
+    return Curve(points=tuple((size, float(f"{min(1.0, share * factor):.5g}")) for size, share in curve.points))
+
+
+def runs_of(path: Path, say: Callable[[str], None]) -> list[Run]:
+    """The measured steps of the fitted sources."""
+    cases = []
+    for row in read_rows([path]):
+        if row.prefix in SOURCES:
+            try:
+                cases.append(case_of(row))
+            except RefusedError:
+                continue
+    trace_all(cases, lambda what, done, total: say(f"{what} {done} of {total}"))
+    found = []
+    for case in sorted(cases, key=lambda case: repr(case.spec)):
+        seconds = measured_seconds(case)
+        if seconds is None:
+            continue
+        try:
+            parts = shares(case)
+        except PlannerError:
+            continue
+        name = case.cluster.device.name
+        family = next((f for f in FAMILIES if name.startswith((f, "A800" if f == "A100" else f))), "")
+        found.append(Run(case=case, shares=parts, seconds=seconds, family=family))
+    return found
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Fit:
+    """The end of a fit: logs, residuals ln(predicted / measured) and their derivatives for the rows of it."""
+
+    x: Floats
+    residual: Floats
+    slope: Floats  # [rows, constants]
+    weight: Floats
+
+
+def fitted(model: Model, runs: Sequence[Run], say: Callable[[str], None], steps: int = 12) -> Fit:
+    """The constants with the least weighted |residual|."""
+    weight = weights(runs)
+    used = [model.used(run) for run in runs]
+    x = model.start.copy()
+
+    def residuals(at: Floats) -> Floats:
+        return np.array([np.log(model.seconds(run, at) / run.seconds) for run in runs])
+
+    def slopes(at: Floats, base: Floats) -> Floats:
+        result = np.zeros((len(runs), len(at)))
+        for j in range(len(at)):
+            moved = at.copy()
+            moved[j] += 0.01
+            for i, run in enumerate(runs):
+                if j in used[i]:
+                    result[i, j] = (np.log(model.seconds(run, moved) / run.seconds) - base[i]) / 0.01
+        return result
+
+    residual = residuals(x)
+    least = _loss(model, x, residual, weight)
+    for number in range(steps):
+        step = _step(model, x, residual, slopes(x, residual), weight)
+        for share in (1.0, 0.5, 0.25):
+            there = x + share * step
+            new = residuals(there)
+            loss = _loss(model, there, new, weight)
+            if loss < least:
+                break
+        else:
+            break
+        gain, x, residual, least = least - loss, there, new, loss
+        say(f"step {number + 1}: {least:.4f}")
+        if gain < 5e-3:
+            break
+    return Fit(x=x, residual=residual, slope=slopes(x, residual), weight=weight)
+
+
+def without(model: Model, fit: Fit, runs: Sequence[Run], keep: NDArray[np.bool_]) -> Floats:
+    """The constants of a fit on some of the rows, by the derivatives of the fit on all."""
+    kept = [run for run, stays in zip(runs, keep, strict=True) if stays]
+    weight, x = weights(kept), fit.x.copy()
+    residual = fit.residual.copy()
+    for _ in range(8):
+        x = x + _step(model, x, residual[keep], fit.slope[keep], weight)
+        residual = fit.residual + fit.slope @ (x - fit.x)
+    return x
+
+
+def weights(runs: Sequence[Run]) -> Floats:
+    """Of each row; those of a source add up to 1."""
+    names = [run.case.row.prefix for run in runs]
+    return np.array([1 / names.count(name) for name in names])
+
+
+def _loss(model: Model, x: Floats, residual: Floats, weight: Floats) -> float:
+    size = np.abs(residual)
+    each = np.where(size < EPSILON, residual**2 / (2 * EPSILON) + EPSILON / 2, size)
+    return float(weight @ each + PRIOR / 2 * (((x - model.start) / model.width) ** 2).sum())
+
+
+def _step(model: Model, x: Floats, residual: Floats, slope: Floats, weight: Floats) -> Floats:
+    reweighted = weight / np.maximum(EPSILON, np.abs(residual))
+    curvature = slope.T @ (reweighted[:, None] * slope) + np.diag(PRIOR / model.width**2)
+    gradient = slope.T @ (reweighted * residual) + PRIOR * (x - model.start) / model.width**2
+    return np.clip(-np.linalg.solve(curvature, gradient), -0.4, 0.4)
+
+
+def report(model: Model, fit: Fit, chosen: Sequence[Run], runs: Sequence[Run]) -> None:
+    """Errors by source, in the fit and without the source."""
+    names = np.array([run.case.row.prefix for run in runs])
+    of_chosen = np.array([run.case.row.prefix for run in chosen])
+    inside = _errors(model, runs, fit.x)
+    print(f"{'source':16s}{'rows':>6s}{'median':>9s}{'mean':>8s}{'bias':>8s}{'left out':>10s}{'bias':>8s}")
+    medians, left_out = [], []
+    for name in dict.fromkeys(names.tolist()):
+        own = [run for run in runs if run.case.row.prefix == name]
+        errors = inside[names == name]
+        held = _errors(model, own, without(model, fit, chosen, of_chosen != name))
+        medians.append(np.median(np.abs(errors)))
+        left_out.append(np.median(np.abs(held)))
+        print(
+            f"{name:16s}{len(own):6d}{medians[-1]:9.1%}{np.abs(errors).mean():8.1%}{np.median(errors):+8.1%}"
+            f"{left_out[-1]:10.1%}{np.median(held):+8.1%}"
+        )
+    print(f"{'mean of medians':22s}{np.mean(medians):9.1%}{'':16s}{np.mean(left_out):10.1%}")
+    grid = [run for run in runs if run.case.row.prefix == GRID]
+    if grid:
+        held = np.zeros(len(grid))
+        at = np.flatnonzero(of_chosen == GRID)
+        fold_of = {id(chosen[int(index)]): place % FOLDS for place, index in enumerate(at)}
+        for fold in range(FOLDS):
+            keep = np.array([fold_of.get(id(run)) != fold for run in chosen])
+            x = without(model, fit, chosen, keep)
+            # Rows that no fit has seen go to the folds in turn.
+            members = [i for i, run in enumerate(grid) if fold_of.get(id(run), i % FOLDS) == fold]
+            held[members] = _errors(model, [grid[i] for i in members], x)
+        print(f"{GRID}, {FOLDS} folds: median {np.median(np.abs(held)):.1%}, mean {np.abs(held).mean():.1%}")
+
+
+def _errors(model: Model, runs: Sequence[Run], x: Floats) -> Floats:
+    return np.array([model.seconds(run, x) / run.seconds - 1 for run in runs])
+
+
+def write(model: Model, fit: Fit, runs: Sequence[Run]) -> None:
+    """The constants, into the files of devices and engines."""
+    for family, files in FAMILIES.items():
+        own = [run for run in runs if run.family == family]
+        for stem in files if own else ():
+            _write_device(stem, family, dict(model.part(f"device.{family}.", fit.x)), f"{SOURCE} ({_told(own)})")
+    for stem, (family, size, share) in BY_CLASS.items():
+        values = dict(model.part(f"device.{family}.", fit.x))
+        values |= {"best": values["best"] * share, "half": values["half"] * size}
+        values |= {kind: values[kind] * share for kind in ATTENTION_KINDS if kind in values and size == 1}
+        _write_device(stem, family, values, f"as {family}, {SOURCE}", is_measured=size == 1 and family in ATTENTION)
+    for name in dict.fromkeys(n.split(".")[1] for n in model.names if n.startswith("engine.")):
+        own = [run for run in runs if run.case.engine.name == name]
+        path = ENGINES / f"{name}.toml"
+        text = path.read_text(encoding="utf-8")
+        for key, value in model.part(f"engine.{name}.", fit.x):
+            text = _line(text, key, f"{value:.4g}", number=True)
+            text = _line(text, key, f'"{SOURCE} ({_told(own)})"', number=False)
+        path.write_text(text, encoding="utf-8")
+        engine_named(name)
+
+
+def _told(runs: Sequence[Run]) -> str:
+    names = [run.case.row.prefix for run in runs]
+    return ", ".join(f"{names.count(name)} of {name}" for name in sorted(set(names)))
+
+
+def _write_device(stem: str, family: str, values: Mapping[str, float], words: str, *, is_measured: bool = True) -> None:
+    path = DEVICES / f"{stem}.toml"
+    text = path.read_text(encoding="utf-8")
+    curves = {"matmul": matmul_curve(values["best"], values["half"])}
+    if is_measured:
+        curves |= {k: scaled(ATTENTION[family][k], values[k]) for k in ATTENTION_KINDS if k in values}
+    for kind, curve in curves.items():
+        points = ", ".join(f"[{size:.4g}, {share:g}]" for size, share in curve.points)
+        text = re.sub(rf"(?m)^{kind} = .*$", f"{kind} = [{points}]", text, count=1)
+    text = re.sub(r'(?m)^(efficiency = ".*?)matmul: .*?(?=\. [a-z_]+: |"$)', rf"\1matmul: {words}", text, count=1)
+    if len(curves) > 1:
+        told = r"(attention(?:_forward|_backward)?): (?!times)"
+        head, mark, tail = text.partition("\nefficiency = ")
+        text = head + mark + re.sub(told, rf"\1: times a constant {SOURCE}: ", tail)
+    if "dispatch" in values and is_measured:
+        for key, seconds in (("dispatch_seconds", DISPATCH_SECONDS), ("block_seconds", BLOCK_SECONDS)):
+            text = _line(text, key, f"{seconds * values['dispatch']:.3g}", number=True)
+            text = _line(text, key, f'"{words}; a processor of 2022"', number=False)
+    path.write_text(text, encoding="utf-8")
+
+
+def _line(text: str, key: str, value: str, *, number: bool) -> str:
+    """A file with another value of a key, before or behind the `[source]` line."""
+    head, mark, tail = text.partition("[source]\n")
+    if number:
+        head = re.sub(rf"(?m)^{key} = .*$", f"{key} = {value}", head, count=1)
+    else:
+        tail = re.sub(rf"(?m)^{key} = .*$", lambda _: f"{key} = {value}", tail, count=1)
+    return head + mark + tail
+
+
+def main() -> None:
+    """Fit, print and perhaps write."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("training", nargs="?", type=Path, default=TRAINING)
+    parser.add_argument("--write", action="store_true", help="write profiles/devices and profiles/engines")
+    given = parser.parse_args()
+
+    def say(text: str) -> None:
+        print(text, file=sys.stderr, flush=True)
+
+    runs = runs_of(given.training, say)
+    model = Model(constants())
+    seen = 0
+    chosen = []
+    for run in runs:
+        seen += run.case.row.prefix == GRID
+        if run.case.row.prefix != GRID or seen % EVERY == 0:
+            chosen.append(run)
+    fit = fitted(model, chosen, say)
+    for name in model.names:
+        print(f"{name} = {model.value(name, fit.x):.4g}")
+    report(model, fit, chosen, runs)
+    if given.write:
+        write(model, fit, chosen)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,141 @@
+"""Engines: constants of training systems as data, what they change in a step, and the fit that finds them."""
+
+import tomllib
+from dataclasses import fields, replace
+from itertools import pairwise
+
+import numpy as np
+import pytest
+
+from benchmarks import fit
+from planner.engine import Engine, engine_named, engine_of
+from planner.errors import ClusterError
+from planner.resources import profiles_path
+from planner.validate.cases import case_of
+from planner.validate.price import shares
+from planner.validate.rows import Row
+from planner.validate.step import step_terms
+
+BASE = Row(
+    id="own-1", model="GPT tiny", layers=4, hidden=64, heads=4, vocab=256, seq_len=64, gpu="A100", gpu_mem_gb=80.0,
+    n_gpus=4, gpus_per_node=8, interconnect="NVLink", dp=2, tp=1, pp=2, zero_stage=0, activation_recompute="full",
+    precision="fp16", flash_attention=False, micro_batch=2, global_batch=32, iter_time_s=0.1,
+)  # fmt: skip
+MEGATRON = engine_named("megatron")
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _own_cache(tmp_path_factory):
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("cache")))
+        yield
+
+
+def terms(engine, **changes):
+    case = replace(case_of(replace(BASE, **changes)), engine=engine)
+    return step_terms(case, shares(case), case.cluster.device, engine)
+
+
+# --- the files --------------------------------------------------------------------------------------
+
+
+def test_every_number_of_an_engine_has_a_source():
+    for path in (profiles_path() / "engines").glob("*.toml"):
+        engine = engine_named(path.stem)
+        named = {item.name for item in fields(Engine)} - {"name", "source"}
+        assert set(engine.source) == named, path.stem
+        assert all(text.strip() for text in engine.source.values())
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        ({"dispatch": None}, "lacks dispatch"),
+        ({"speed": 1.0}, "has no speed"),
+        ({"memory_traffic": -1.0}, "memory_traffic must be a number >= 0"),
+        ({"by_block": 1}, "by_block must be true or false"),
+    ],
+)
+def test_an_odd_file_is_refused(change, reason):
+    text = tomllib.loads((profiles_path() / "engines" / "stock.toml").read_text())
+    odd = {key: value for key, value in (text | change).items() if value is not None}
+    with pytest.raises(ClusterError, match=reason):
+        engine_of(odd, "odd")
+
+
+def test_an_unknown_engine_is_named():
+    with pytest.raises(ClusterError, match="no engine is named 'none'; known are"):
+        engine_named("none")
+
+
+# --- what they change -------------------------------------------------------------------------------
+
+
+def test_a_small_model_waits_for_the_processor():
+    """Kernels of a few microseconds: the step follows the time to send them, and grows with the slowest of tp ranks."""
+    slow = replace(MEGATRON, dispatch=20.0)
+    assert terms(slow).launch_seconds > 5 * terms(replace(MEGATRON, dispatch=0.0, block_dispatches=0.0)).launch_seconds
+    alone, of_two = (terms(replace(slow, straggling=s), tp=2, n_gpus=8).launch_seconds for s in (0.0, 1.0))
+    assert of_two > 1.5 * alone
+
+
+def test_traffic_of_chains_and_of_softmax_are_apart():
+    """Large enough that no kernel is bound by its launch: time follows bytes up to the curve of the bandwidth."""
+    large = {"hidden": 1024, "heads": 16, "seq_len": 1024, "micro_batch": 8, "global_batch": 64}
+    base = terms(replace(MEGATRON, memory_traffic=1.0, attention_passes=1.0), **large).memory_bound_seconds
+    chains = terms(replace(MEGATRON, memory_traffic=2.0, attention_passes=1.0), **large).memory_bound_seconds - base
+    softmax = terms(replace(MEGATRON, memory_traffic=1.0, attention_passes=2.0), **large).memory_bound_seconds - base
+    assert chains > 0
+    assert softmax > 0
+    assert chains + softmax == pytest.approx(base, rel=0.15)
+
+
+def test_what_is_once_a_step_is_counted_once():
+    more = replace(MEGATRON, step_seconds=MEGATRON.step_seconds + 1.0)
+    assert terms(more).total_seconds - terms(MEGATRON).total_seconds == pytest.approx(1.0)
+    hops = [terms(replace(MEGATRON, hop_seconds=s)).total_seconds for s in (0.0, 0.01)]
+    # Two stages, eight micro-batches: at least one of the two messages of each waits for nothing else.
+    assert 8 * 0.01 * 0.99 <= hops[1] - hops[0] <= 2 * 8 * 0.01 * 1.01
+
+
+def test_hidden_gradients_cost_less_than_shown_ones():
+    large = {"hidden": 1024, "heads": 16, "seq_len": 1024, "pp": 1, "dp": 4}
+    shown = terms(MEGATRON, **large).dp_seconds
+    hidden = terms(replace(MEGATRON, overlaps_gradients=True, hidden=1.0), **large).dp_seconds
+    wide = terms(replace(MEGATRON, gradient_bytes=4), **large).dp_seconds
+    assert hidden < shown < wide
+
+
+# --- the fit ----------------------------------------------------------------------------------------
+
+
+def test_larger_products_never_take_less_time():
+    curve = fit.matmul_curve(0.8, 1e10)
+    sizes = np.logspace(6, 15, 500)
+    seconds = [size / curve.at(size) for size in sizes]
+    assert all(later >= earlier * (1 - 1e-6) for earlier, later in pairwise(seconds))
+    assert curve.at(1e13) == pytest.approx(0.8, rel=2e-3)
+
+
+def test_a_fit_finds_the_constants_that_made_the_rows():
+    """Rows made by known constants: the fit gives these steps back, and one that was left out."""
+    found = {
+        name: each
+        for name, each in fit.constants().items()
+        if name in ("engine.megatron.dispatch", "engine.megatron.memory_traffic", "engine.megatron.step_seconds")
+    }
+    model = fit.Model(found)
+    truth = model.start + np.array([np.log(v) for v in (0.7, 2.0, 3.0)])
+    size = replace(BASE, hidden=512, heads=8, seq_len=512, global_batch=64)
+    runs = []
+    for micro_batch in (1, 2, 4, 8):
+        for pp, dp in ((1, 4), (2, 2)):
+            case = case_of(replace(size, pp=pp, dp=dp, micro_batch=micro_batch))
+            case = replace(case, engine=MEGATRON)
+            runs.append(fit.Run(case=case, shares=shares(case), seconds=1.0, family=""))
+    runs = [replace(run, seconds=model.seconds(run, truth)) for run in runs]
+    done = fit.fitted(model, runs, lambda _: None, steps=20)
+    assert np.abs(done.residual).max() < 0.03
+    keep = np.arange(len(runs)) != 3
+    held = model.seconds(runs[3], fit.without(model, done, runs, keep)) / runs[3].seconds
+    assert held == pytest.approx(1.0, abs=0.05)
