@@ -30,7 +30,7 @@ def test_a_step_communicates_what_the_plan_says(two: RankPool, model: str, varia
 
 
 @pytest.mark.distributed
-@pytest.mark.parametrize("variant", ["fast", "lean"])
+@pytest.mark.parametrize("variant", [pytest.param("fast", marks=pytest.mark.matrix), "lean"])
 def test_ranks_that_split_the_sequence_drop_what_one_device_drops(two: RankPool, folder: Path, variant: str) -> None:
     what = ("dropout", "nested", "in place", "path")
     graph = random_cases.graph_of(what)
@@ -45,6 +45,7 @@ def test_ranks_that_split_the_sequence_drop_what_one_device_drops(two: RankPool,
         assert max(relative(state[key], value) for key, value in wanted.items()) < TOLERANCE
 
 
+@pytest.mark.matrix
 @pytest.mark.distributed
 def test_gradients_of_several_calls_add_up(two: RankPool, four: RankPool) -> None:
     assert max(two.run(shared.accumulated, Kind(name="", cp=2, zero=(2,)))) < TOLERANCE
