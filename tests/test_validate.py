@@ -12,12 +12,13 @@ from planner.cli import main
 from planner.costs import price
 from planner.engine import engine_named
 from planner.errors import ProfileError, RunError
+from planner.graph import reads
 from planner.plan import Mesh
 from planner.simulate import simulate
 from planner.validate import explain, validate
 from planner.validate.cases import case_of
 from planner.validate.metrics import Pair, accuracy, kendall_tau, regret
-from planner.validate.models import rank_graph
+from planner.validate.models import TraceKey, _made, rank_graph
 from planner.validate.price import features, predict
 from planner.validate.rows import RefusedError, Row, read_rows
 from planner.validate.software import layer_places
@@ -243,6 +244,20 @@ def _implemented(*, flash):
     case = case_of(row(flash_attention=flash))
     case = replace(case, dropout=0.1, spec=replace(case.spec, dropout=0.1))
     return SimpleNamespace(graph=_tables(case, case.stages[0]).graph)
+
+
+def test_megatrons_split_gathers_no_weights():
+    """At the prices of an NVSwitch node it would be faster to gather a layer's matrices, which Megatron never does."""
+    spec = case_of(row()).spec
+    spec = replace(spec, layers=2, hidden=4096, heads=32, key_value_heads=32, ffn_hidden=16384, sequence=2048)
+    found = _made(TraceKey(spec=spec, tp=8, sequence_parallel=False, precision="bf16"))
+    assert not isinstance(found, str), found
+    graph, _ = found
+    weights = {index for index, tensor in enumerate(graph.tensors) if tensor.kind == "parameter"}
+
+    made = [node for node in graph.nodes if node.op.startswith("planner.")]
+    assert made
+    assert not [node.name for node in made if node.op == "planner.gather.default" and weights & set(reads(node))]
 
 
 def test_features_count_the_work_of_a_step():

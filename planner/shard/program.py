@@ -127,19 +127,22 @@ def resharded(
     *,
     replicated: Collection[str] = (),
     whole_parameters: bool = False,
+    keeps_parts: bool = False,
 ) -> tuple[Sharding, ...]:
     """The fastest shardings of another graph of the same model (other lengths, evaluation), its parameters as given.
 
     `parameters` and buffers are given by name, `carried` are layouts of tensors between blocks of `graph`, by index
     (None = free). Operators that are `replicated` are not split, conversions among them not made. `whole_parameters`
-    is as for `variants`.
+    is as for `variants`. With `keeps_parts` no parameter is gathered to be used whole.
 
     Raises:
         PlanError: a parameter cannot have its placement in this graph.
     """
     names = {t.name: i for i, t in enumerate(graph.tensors) if t.kind in ("parameter", "buffer")}
     fixed = {names[name]: placement for name, placement in parameters.items() if name in names} | dict(carried or {})
-    problem = _Problem(graph, degree, prices, fixed, replicated, whole_parameters=whole_parameters)
+    problem = _Problem(
+        graph, degree, prices, fixed, replicated, whole_parameters=whole_parameters, keeps_parts=keeps_parts
+    )
     return problem.shardings(problem.solve(prices.seconds_per_saved_byte))
 
 
@@ -233,10 +236,11 @@ class _Problem:
         replicated: Collection[str] = (),
         *,
         whole_parameters: bool = False,
+        keeps_parts: bool = False,
     ) -> None:
         self.graph, self.degree, self.prices = graph, degree, prices
         self.replicated = frozenset(replicated)
-        self.whole_parameters = whole_parameters
+        self.whole_parameters, self.keeps_parts = whole_parameters, keeps_parts
         self.fixed = dict(fixed or {})
         self.writes = Writes(graph)
         self.gradients = self.writes.moving
@@ -425,7 +429,8 @@ class _Problem:
         found = conversion(source, target, has_gradient=has_gradient)
         if found is None or found.op in self.replicated:
             return None
-        if source.is_split and self.graph.tensors[t].kind == "parameter" and t not in self.fixed:
+        is_held = source.is_split and self.graph.tensors[t].kind == "parameter"
+        if is_held and (self.keeps_parts or t not in self.fixed):
             return None  # sharding by FSDP gathers parameters as well, ahead of time, and keeps no copy for backward
         whole = self.bytes_of(t)
         seconds = 0.0

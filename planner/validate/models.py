@@ -329,7 +329,7 @@ def _split(graph: Graph, key: TraceKey) -> tuple[Graph, tuple[Sharding, ...]]:
             carried[index] = split(1, [shape[1]]) if key.sequence_parallel else R
     wide = prices(graph, Cluster.load("8xA100-80GB"), {"tp": key.tp}, "tp", global_batch=8) if key.tp <= 8 else None
     chosen = wide or prices(graph, Cluster.load(f"{key.tp}x8xA100-80GB"), {"tp": key.tp}, "tp", global_batch=8 * key.tp)
-    shardings = resharded(graph, key.tp, chosen, parameters, carried)
+    shardings = resharded(graph, key.tp, chosen, parameters, carried, keeps_parts=True)
     return priced(localize(graph, shardings, key.tp).graph, graph, key.tp, "cuda"), tuple(shardings)
 
 
