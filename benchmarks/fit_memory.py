@@ -94,7 +94,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         own = [each for each in rows if each.row.prefix == prefix]
         signed = [each.error() for each in own]
         errors = [abs(error) for error in signed]
-        without = [abs(each.error(_without_own(each))) for each in own]
+        without = [abs(each.error(without_own(each))) for each in own]
         everything += errors
         others += without
         print(
@@ -106,7 +106,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return 0
 
 
-def _without_own(each: Measured) -> Prediction:
+def without_own(each: Measured) -> Prediction:
     """The prediction without constants that its own source was needed for: no second one says anything of them."""
     changed = replace(each.case.conventions, workspace_bytes=0.0, hopper_workspace_bytes=0.0, loads_whole=False)
     return predict(replace(each.case, conventions=changed))

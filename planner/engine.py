@@ -14,6 +14,8 @@ from typing import Any
 from planner.errors import ClusterError
 from planner.resources import profiles_path
 
+STOCK = "stock"  # PyTorch as it is, which runs every plan
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Engine:

@@ -260,6 +260,32 @@ def test_megatrons_split_gathers_no_weights():
     assert not [node.name for node in made if node.op == "planner.gather.default" and weights & set(reads(node))]
 
 
+def test_samples_that_are_batched_by_length_have_fewer_tokens():
+    bert = {
+        "id": "dle-1",
+        "model": "BERT-large pretraining",
+        "seq_len": 512,
+        "pp": 1,
+        "dp": 4,
+        "notes": "container 21.11",
+    }
+    binned = case_of(row(**bert))
+    assert binned.spec.sequence == 288
+    assert any("binned by length" in note for note in binned.notes)
+    assert case_of(row(**{**bert, "notes": "container 20.06"})).spec.sequence == 512
+    assert case_of(row(**{**bert, "seq_len": 128})).spec.sequence == 128
+
+
+def test_an_optimizer_that_steps_parameter_by_parameter_sends_its_operations():
+    case = case_of(row(id="dle-1", model="Transformer-XL base", pp=1, dp=4))
+    assert case.optimizer_operations == 29
+    assert case_of(row(id="dle-1", model="BERT-large pretraining", pp=1, dp=4)).optimizer_operations == 0
+    more = predict(case).seconds - predict(replace(case, optimizer_operations=0.0)).seconds
+    each = 29 * case.engine.dispatch * case.cluster.device.dispatch_seconds
+    parameters = 12 * case.spec.layers + 4  # of the layers; both embeddings and the last norm
+    assert more / each == pytest.approx(parameters, abs=1.01)  # a head of its own is one more
+
+
 def test_features_count_the_work_of_a_step():
     case = case_of(row(activation_recompute="full"))
     rank = rank_graph(case.key(case.stages[0]), case.spec.layers)

@@ -15,6 +15,7 @@ from typing import Any, Literal
 from planner.cluster import Cluster, Device, all_links, device_named
 from planner.engine import Engine, engine_named
 from planner.errors import PlannerError
+from planner.offload import Host, usual_host
 from planner.validate.conventions import Conventions, conventions
 from planner.validate.data import table
 from planner.validate.models import ModelSpec, TraceKey, is_frozen, model_of, trace_key
@@ -36,6 +37,8 @@ class StageCase:
     recompute_share: float
     offloaded_optimizer: float = 0.0
     offloaded_activations: float = 0.0
+    offloaded_gradients: float = 0.0
+    offloaded_parameters: float = 0.0
     recomputed_operators: float | None = None  # of a layer, where single operators are recomputed
     kept_share: float | None = None  # of what a layer saves, where its software names operators to recompute
 
@@ -47,6 +50,7 @@ class Case:
     row: Row
     spec: ModelSpec
     cluster: Cluster
+    host: Host
     engine: Engine
     tier: str
     stages: tuple[StageCase, ...]
@@ -57,6 +61,7 @@ class Case:
     has_head: bool  # a loss over the vocabulary
     frozen_bytes: float  # of an element of a linear layer where only adapters are trained; 0: all is trained
     dropout: float
+    optimizer_operations: float  # sent for each parameter, where the optimizer is not one kernel for many
     conventions: Conventions  # of memory
     virtual_stages: int
     pipeline: Pipeline
@@ -126,6 +131,10 @@ def case_of(row: Row) -> Case:
     if row.note("multi-latent-attention"):
         notes.append("multi-latent attention is priced as plain attention of the same heads")
     spec = model_of(row, tp=tp, cp=cp, dropout=dropout, sequence=source.get("seq_len"))
+    stated_tokens = spec.sequence * cp
+    if spec.sequence == source.get("binned_from") and row.note(str(source["binned_note"])):
+        spec = replace(spec, sequence=int(source["binned_tokens"]))
+        notes.append(f"samples are binned by length: {spec.sequence} tokens on average of {stated_tokens}")
     engine = _engine(row, source)
     stages = stages_told or _equal_stages(row, source, spec, pp, tp, dp, micro_batch, recompute)
     total = sum(stage.layers for stage in stages)
@@ -138,11 +147,13 @@ def case_of(row: Row) -> Case:
         zero = int(source["pipelined_zero"])
     shards, zero = _shards(row, zero, dp, cp)
     precision = (row.precision or str(source.get("precision", "bf16"))).lower()
+    cluster = _cluster(row, precision, num_devices)
     single = "tf32" in precision or precision == "fp32"
     return Case(
         row=row,
         spec=spec,
-        cluster=_cluster(row, precision, num_devices),
+        cluster=cluster,
+        host=usual_host(cluster.device),
         engine=engine,
         tier=str(source.get("tier", "?")),
         stages=tuple(stages),
@@ -153,6 +164,7 @@ def case_of(row: Row) -> Case:
         frozen_bytes=_frozen_bytes(precision) if is_frozen(row) else 0.0,
         has_head=not re.search(r"SQuAD", row.model),
         dropout=dropout,
+        optimizer_operations=float(source.get("optimizer_operations", 0)),
         conventions=conventions(str(source.get("conventions", engine.name))),
         virtual_stages=row.vp_interleave or (int(source.get("vp_interleave", 1)) if pp > 1 else 1),
         pipeline=_pipeline(row),
@@ -173,7 +185,7 @@ def case_of(row: Row) -> Case:
         # Adapters are tuned on samples of many lengths: memory is that of the longest, time that of an unstated mean.
         measured_seconds=None
         if is_frozen(row)
-        else _measured_seconds(row, micro_batch * num_microbatches * dp * rounded, spec.sequence * cp),
+        else _measured_seconds(row, micro_batch * num_microbatches * dp * rounded, stated_tokens),
         measured_tflops=_measured_tflops(row, source),
         notes=tuple(notes),
     )

@@ -98,10 +98,15 @@ def stage_memory(case: Case, stage: StageCase, p: int, priced: Priced, weights: 
         logits, short_lived = head, short_lived - head
     parameters, gradients, optimizer, own = _state(case, stage, priced, weights, by)
     optimizer *= 1 - stage.offloaded_optimizer
+    gradients *= 1 - stage.offloaded_gradients
+    if stage.offloaded_parameters and zero < 3:  # one block is used while the next is fetched
+        blocks = precision_named(costs.precision).compute_bytes * np.where(held, priced.elements, 0.0)
+        parameters *= 1 - stage.offloaded_parameters
+        parameters += stage.offloaded_parameters * float((blocks[:-1] + blocks[1:]).max(initial=blocks.max()))
     # The optimizer steps when no activation is left.
     short_lived += max(0.0, by.step_bytes * own - in_passes)
     if by.loads_whole and zero == 3:  # beside a rank's own part, before the first step
-        short_lived += max(0.0, parameters * priced.shards.num_ranks - in_passes)
+        short_lived += max(0.0, parameters * priced.groups.shards.num_ranks - in_passes)
     buffers = _buffers(case, costs, p, held, flying)
     hopper = float(case.cluster.device.compute_capability) >= 9
     buffers += by.hopper_workspace_bytes if hopper else by.workspace_bytes
@@ -140,7 +145,7 @@ def _state(
     costs = priced.costs
     policy = precision_named(costs.precision)
     zero = costs.strategies[priced.columns[0]].zero
-    ranks = priced.shards.num_ranks if zero else 1
+    ranks = priced.groups.shards.num_ranks if zero else 1
     elements = float(weights @ priced.elements)
     kept = (policy.master_bytes if policy.casts else 0) + policy.master_bytes * optimizer_moments(case.optimizer)
     if case.frozen_bytes:

@@ -8,8 +8,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from planner.cluster import Cluster
-from planner.collectives import axis_group
 from planner.costs import price
+from planner.engine_seconds import Work, data_groups, work_of
 from planner.errors import PlannerError
 from planner.graph import Graph
 from planner.plan import Mesh
@@ -19,7 +19,7 @@ from planner.validate.memory import MemoryTerms, measured_stage, stage_memory
 from planner.validate.models import RankGraph, odd_parameters, rank_graph
 from planner.validate.rows import RefusedError
 from planner.validate.software import Implementation, implemented, layer_places
-from planner.validate.step import Priced, Share, TimeTerms, Work, step_terms, work_of
+from planner.validate.step import Priced, Share, TimeTerms, step_terms
 
 Floats = NDArray[np.float64]
 
@@ -186,7 +186,6 @@ def _priced(
     )  # fmt: skip
     column = {(s.zero, s.recompute): index for index, s in enumerate(costs.strategies)}
     stage_zero = zero if mesh.dp_shard > 1 else 0
-    sizes = {"pp": mesh.pp, "dp_replicate": mesh.dp_replicate, "dp_shard": mesh.dp_shard, "tp": mesh.tp}
     return Priced(
         graph=graph,
         costs=costs,
@@ -194,10 +193,9 @@ def _priced(
         work=_work(rank, micro_batch, fp8),
         elements=_elements(graph, mesh.pp > 1),
         expert_elements=_elements(graph, mesh.pp > 1, experts_only=True),
+        parameters=np.array([len(block.parameters) for block in graph.blocks], float),
         is_layer=np.isin(np.arange(len(graph.blocks)), list(layer_places(graph))),
-        shards=axis_group(cluster, sizes, "dp_shard"),
-        replicas=axis_group(cluster, sizes, "dp_replicate"),
-        everyone=axis_group(cluster, sizes, ("dp_replicate", "dp_shard")),
+        groups=data_groups(cluster, mesh),
     )
 
 

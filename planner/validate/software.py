@@ -8,11 +8,11 @@ import re
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
+from planner.engine_seconds import ATTENTION_PASS
 from planner.graph import Affine, BlockClass, Communicated, Graph, Kernel, Tensor
 
 _LAYER = re.compile(r"(?:encoder\.|decoder\.)?blocks\.\d+\b")
 HALF_BYTES, MASK_BYTES = 2, 1  # of a score in 16 bits, and of a dropout mask
-ATTENTION_PASS = "attention."  # begins the names of kernels between the products of attention that is not fused
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -7,33 +7,28 @@ zero-bubble schedules, context and expert parallelism as extra collectives, opti
 stages of unequal degrees. Terms add up to the step.
 """
 
-import math
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, fields, replace
-from functools import lru_cache
+from dataclasses import asdict, dataclass, fields
 
 import numpy as np
 from numpy.typing import NDArray
 
 from planner.cluster import Device
 from planner.collectives import (
-    Group,
     all_gather_seconds,
-    all_reduce_seconds,
     all_to_all_seconds,
     axis_group,
     reduce_scatter_seconds,
 )
-from planner.costs import Costs, inside_seconds, strategy_seconds
+from planner.costs import Costs, inside_seconds
 from planner.engine import Engine
-from planner.graph import Graph, Kernel
+from planner.engine_seconds import BlockSeconds, DataGroups, Work, block_seconds, in_one_piece, prelude_seconds
+from planner.graph import Graph
 from planner.memory import precision_named
-from planner.operators import KernelTable, kernel_table, table_seconds
+from planner.offload import adam_seconds, copy_bytes_per_second, exposed_copy_seconds, gradient_copies
 from planner.simulate import Stage, run_pipeline
 from planner.validate.cases import Case, StageCase
-from planner.validate.data import table
 from planner.validate.rows import RefusedError
-from planner.validate.software import ATTENTION_PASS
 
 Floats = NDArray[np.float64]
 
@@ -66,128 +61,6 @@ class TimeTerms:
         return float(sum(getattr(self, item.name) for item in fields(self)))
 
 
-GEMM, ATTENTION, MEMORY, SOFTMAX, FP8 = range(5)  # SOFTMAX: between the products of attention that is not fused
-
-
-@dataclass(frozen=True, kw_only=True, eq=False)
-class ClassWork:
-    """The kernels of a block class at one micro-batch, as arrays [K]."""
-
-    table: KernelTable
-    kind: NDArray[np.int64]  # GEMM, ATTENTION, MEMORY, SOFTMAX or FP8
-    phase: NDArray[np.int64]  # 0 forward, 1 backward
-
-
-@dataclass(frozen=True, kw_only=True, eq=False)
-class Work:
-    """The blocks of one rank and what they communicate; `kinds` are their classes."""
-
-    classes: tuple[ClassWork, ...]
-    kinds: NDArray[np.int64]  # [L]
-    prelude: ClassWork
-
-
-@dataclass(frozen=True, kw_only=True, eq=False)
-class BlockSeconds:
-    """Arrays [L] of one strategy under an engine, one micro-batch; names as in `planner.costs.Costs`."""
-
-    forward: Floats
-    backward: Floats
-    exposed: Floats
-    gather: Floats
-    reduce: Floats
-    by_kind: Floats  # [3, L, 2] matrix products, attention, other kernels; forward and backward
-
-
-def work_of(graph: Graph, micro_batch: int, *, fp8: bool = False) -> Work:
-    """The kernels of a graph's classes at a micro-batch; those of layers that are matrix products may be in FP8."""
-    layers = {block.class_index for block in graph.blocks if block.kind == "block"}
-    return Work(
-        classes=tuple(
-            _class_work(kind.kernels, micro_batch, fp8=fp8 and index in layers)
-            for index, kind in enumerate(graph.classes)
-        ),
-        kinds=np.array([block.class_index for block in graph.blocks], np.int64),
-        prelude=_class_work(graph.prelude.kernels, micro_batch),
-    )
-
-
-def _class_work(kernels: Sequence[Kernel], micro_batch: int, *, fp8: bool = False) -> ClassWork:
-    kinds = {"matmul": FP8 if fp8 else GEMM, "convolution": GEMM, "attention": ATTENTION, "memory": MEMORY}
-    return ClassWork(
-        table=kernel_table(kernels, micro_batch),
-        kind=np.array([SOFTMAX if k.op.startswith(ATTENTION_PASS) else kinds[k.kind] for k in kernels], np.int64),
-        phase=np.array([int(k.phase == "backward") for k in kernels], np.int64),
-    )
-
-
-def block_seconds(
-    work: Work, costs: Costs, device: Device, engine: Engine, column: int, *, compiled: bool = False
-) -> BlockSeconds:
-    """Seconds of all blocks if each takes the strategy of a column of `costs`."""
-    each = [_class_seconds(kind, device, engine, compiled) for kind in work.classes]
-    inside = engine.collectives * inside_seconds(costs)
-    sums = np.array([seconds for seconds, _ in each]).reshape(-1, 3, 2)[work.kinds]
-    numbers = np.array([number for _, number in each], float).reshape(-1, 2)[work.kinds]
-    found = strategy_seconds(
-        engine_device(device, engine, costs.mesh.tp),
-        costs,
-        costs.strategies[column],
-        sums.sum(axis=1),
-        numbers,
-        inside=inside,
-        overlap=engine.overlap,
-        overlaps=engine.overlaps_gathers,
-        apart=not engine.by_block,
-    )
-    backward, exposed = found.backward, found.exposed
-    strategy = costs.strategies[column]
-    if not engine.by_block and strategy.zero < 2:  # no FSDP, none of its copies
-        waiting = inside @ np.array([1.0 + strategy.recompute, 1.0])
-        backward, exposed = backward - (exposed - waiting), waiting
-    return BlockSeconds(
-        forward=found.forward,
-        backward=backward,
-        exposed=exposed,
-        gather=found.gather,
-        reduce=found.reduce,
-        by_kind=np.moveaxis(sums, 1, 0),
-    )
-
-
-def prelude_seconds(work: Work, device: Device, engine: Engine, *, compiled: bool = False) -> float:
-    """Seconds of what every stage computes from the inputs."""
-    seconds, number = _class_seconds(work.prelude, device, engine, compiled)
-    sending = float(number.sum()) * device.dispatch_seconds * engine.dispatch
-    return max(float(seconds.sum()), sending)
-
-
-@lru_cache(maxsize=256)
-def engine_device(device: Device, engine: Engine, tp: int) -> Device:
-    """The device with the processor's time of an operation under an engine, of the slowest of `tp` ranks."""
-    slowest = 1 + engine.straggling * math.log2(max(1, tp))
-    return replace(
-        device,
-        dispatch_seconds=device.dispatch_seconds * engine.dispatch * slowest,
-        block_seconds=device.dispatch_seconds * engine.block_dispatches * slowest,
-        wrapper_seconds=device.wrapper_seconds if engine.by_block else 0.0,
-    )
-
-
-@lru_cache(maxsize=4096)
-def _class_seconds(work: ClassWork, device: Device, engine: Engine, compiled: bool) -> tuple[Floats, Floats]:
-    """[3, 2] seconds of matrix products, attention and others in forward and backward, and [2] number of kernels."""
-    traffic = engine.compiled_memory_traffic if compiled else engine.memory_traffic
-    moved = np.array([1.0, 1.0, traffic, engine.attention_passes, 1.0])[work.kind]
-    faster = engine.matmul_speed, engine.attention_speed, 1.0, 1.0, engine.matmul_speed * engine.fp8_speed
-    done = 1 / np.array(faster)[work.kind]
-    table = replace(work.table, num_bytes=work.table.num_bytes * moved)
-    seconds = table_seconds(device, table) * done
-    result = np.zeros((3, 2))
-    np.add.at(result, (np.array([GEMM, ATTENTION, MEMORY, MEMORY, GEMM])[work.kind], work.phase), seconds)
-    return result, np.bincount(work.phase, minlength=2) * np.array([1.0, engine.backward_dispatch])
-
-
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Priced:
     """The tables of one stage's degrees: rows are blocks."""
@@ -198,10 +71,9 @@ class Priced:
     columns: tuple[int, int]  # strategies without and with recomputation
     elements: Floats  # [L] trainable parameters of a rank
     expert_elements: Floats  # [L] of these, those of experts
+    parameters: Floats  # [L] how many parameters there are
     is_layer: NDArray[np.bool_]
-    shards: Group
-    replicas: Group
-    everyone: Group
+    groups: DataGroups
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -305,7 +177,9 @@ def _stage(
     start, reduce = _synchronised(case, share, plain, engine)
     end = TimeTerms(
         dp_seconds=reduce,
-        optimizer_seconds=engine.step_seconds + _optimizer_seconds(stage, priced, weights, engine),
+        optimizer_seconds=engine.step_seconds
+        + _optimizer_seconds(stage, priced, weights, engine)
+        + case.optimizer_operations * float(weights @ priced.parameters) * engine.dispatch * device.dispatch_seconds,
         pp_seconds=float((weights * costs.tie_seconds[:, priced.columns[0]]).max(initial=0.0)),
         offload_seconds=_offloaded_step(case, stage, priced, weights),
     )
@@ -360,9 +234,37 @@ def _extra(
         extra["ep_seconds"] = 4 * layers * all_to_all_seconds(num_bytes, group)
     if stage.offloaded_activations:
         kept = float(weights @ priced.costs.activation_bytes[:, priced.columns[1 if stage.recompute_share else 0]])
-        moved = 2 * stage.offloaded_activations * kept / cluster.device.host_bytes_per_second
-        extra["offload_seconds"] = max(0.0, moved - 0.8 * (gemm + attention)) + 0.1 * moved
+        moved = 2 * stage.offloaded_activations * kept / _host_rate(case)
+        extra["offload_seconds"] = exposed_copy_seconds(moved, gemm + attention)
+    if stage.offloaded_parameters or stage.offloaded_gradients:
+        extra["offload_seconds"] = extra.get("offload_seconds", 0.0) + _streamed(
+            case, stage, priced, weights, gemm + attention
+        )
     return extra
+
+
+def _host_rate(case: Case) -> float:
+    """Bytes a second between host memory and a device while all of its node that are used copy."""
+    used = min(case.cluster.devices_per_node, sum(stage.tp * stage.dp for stage in case.stages) * case.cp)
+    return copy_bytes_per_second(case.host, case.cluster, used)
+
+
+def _streamed(case: Case, stage: StageCase, priced: Priced, weights: Floats, beside: float) -> float:
+    """Seconds of one micro-batch: parameters from the host in both passes, gradients to it (`planner.offload`).
+
+    Where devices have no link of their own, gathers and copies take the same one, one after the other.
+    """
+    policy = precision_named(priced.costs.precision)
+    elements = float(weights @ priced.elements)
+    own = elements / max(1, case.shards)
+    num_bytes = 2 * stage.offloaded_parameters * policy.compute_bytes * own
+    num_bytes += stage.offloaded_gradients * policy.reduce_bytes * own * gradient_copies(case.num_microbatches)
+    same_link = 0.0
+    if case.cluster.intra_node_link.kind == "pcie" and case.zero >= 2:
+        same_link = reduce_scatter_seconds(policy.reduce_bytes * elements, priced.groups.shards)
+        if case.zero == 3:
+            same_link += 2 * all_gather_seconds(policy.compute_bytes * elements, priced.groups.shards)
+    return exposed_copy_seconds(num_bytes / _host_rate(case), beside, same_link=same_link)
 
 
 def _synchronised(case: Case, share: Share, plain: BlockSeconds, engine: Engine) -> tuple[float, float]:
@@ -375,21 +277,10 @@ def _synchronised(case: Case, share: Share, plain: BlockSeconds, engine: Engine)
         return gather, reduce
     if share.stage.dp * case.cp == 1:
         return 0.0, 0.0
-    policy = precision_named(costs.precision)
-    elements = float(weights @ priced.elements)
-    width = engine.gradient_bytes or policy.compute_bytes
-    if zero == 0:
-        whole = all_reduce_seconds(width * elements, priced.everyone)
-        gathered = 0.0
-    else:
-        whole = reduce_scatter_seconds(width * elements, priced.shards)
-        whole += all_reduce_seconds(width * elements / priced.shards.num_ranks, priced.replicas)
-        gathered = all_gather_seconds(policy.compute_bytes * elements, priced.shards)
-    if engine.overlaps_gradients:
-        whole = max(0.1 * whole, whole - engine.hidden * float(weights @ plain.backward))
-    if engine.overlaps_gathers:
-        gathered = max(0.1 * gathered, gathered - engine.hidden * float(weights @ plain.forward))
-    return gathered, whole
+    return in_one_piece(
+        float(weights @ priced.elements), zero, engine, precision_named(costs.precision), priced.groups,
+        forward_seconds=float(weights @ plain.forward), backward_seconds=float(weights @ plain.backward),
+    )  # fmt: skip
 
 
 def _optimizer_seconds(stage: StageCase, priced: Priced, weights: Floats, engine: Engine) -> float:
@@ -403,9 +294,9 @@ def _offloaded_step(case: Case, stage: StageCase, priced: Priced, weights: Float
     if not stage.offloaded_optimizer:
         return 0.0
     own = stage.offloaded_optimizer * float(weights @ priced.elements) / max(1, case.shards)
-    device = case.cluster.device
-    copies = (4 + 2) * own / device.host_bytes_per_second
-    return copies + own / float(table("engines")["host"]["adam_parameters_per_second"])
+    copied = 4 * (1 - stage.offloaded_gradients) + 2 * (1 - stage.offloaded_parameters)
+    processes = min(case.cluster.devices_per_node, sum(each.tp * each.dp for each in case.stages) * case.cp)
+    return copied * own / _host_rate(case) + adam_seconds(own, case.host, processes)
 
 
 def _pipeline(stages: Sequence[Stage], m: int) -> tuple[list[float], list[float]]:

@@ -1,0 +1,270 @@
+"""The seconds of blocks as a training system runs them: kernels of the traced graph under its constants.
+
+An engine (`planner.engine`) moves other bytes in its elementwise chains, takes other times to send a kernel, and hides
+other communication than plain PyTorch; the rest is `planner.costs`. The same code prices published rows
+(`planner.validate`) and a user's plan for an engine (`engine_costs`).
+"""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import lru_cache
+
+import numpy as np
+from numpy.typing import NDArray
+
+from planner.cluster import Cluster, Device
+from planner.collectives import Group, all_gather_seconds, all_reduce_seconds, axis_group, reduce_scatter_seconds
+from planner.costs import Costs, inside_seconds, strategy_seconds
+from planner.engine import Engine
+from planner.graph import Graph, Kernel
+from planner.inside import Same, inside, split_groups
+from planner.memory import Precision, precision_named
+from planner.operators import KernelTable, kernel_table, phase_seconds, table_seconds
+from planner.plan import AXES, Mesh
+
+Floats = NDArray[np.float64]
+
+ATTENTION_PASS = "attention."  # begins the names of kernels between the products of attention that is not fused
+GEMM, ATTENTION, MEMORY, SOFTMAX, FP8 = range(5)  # SOFTMAX: between the products of attention that is not fused
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class ClassWork:
+    """The kernels of a block class at one micro-batch, as arrays [K]."""
+
+    table: KernelTable
+    kind: NDArray[np.int64]  # GEMM, ATTENTION, MEMORY, SOFTMAX or FP8
+    phase: NDArray[np.int64]  # 0 forward, 1 backward
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Work:
+    """The blocks of one rank and what they communicate; `kinds` are their classes."""
+
+    classes: tuple[ClassWork, ...]
+    kinds: NDArray[np.int64]  # [L]
+    prelude: ClassWork
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class BlockSeconds:
+    """Arrays [L] of one strategy under an engine, one micro-batch; names as in `planner.costs.Costs`."""
+
+    forward: Floats
+    backward: Floats
+    exposed: Floats
+    exposed_forward: Floats
+    gather: Floats
+    reduce: Floats
+    by_kind: Floats  # [3, L, 2] matrix products, attention, other kernels; forward and backward
+
+
+def work_of(graph: Graph, micro_batch: int, *, fp8: bool = False) -> Work:
+    """The kernels of a graph's classes at a micro-batch; those of layers that are matrix products may be in FP8."""
+    layers = {block.class_index for block in graph.blocks if block.kind == "block"}
+    return Work(
+        classes=tuple(
+            _class_work(kind.kernels, micro_batch, fp8=fp8 and index in layers)
+            for index, kind in enumerate(graph.classes)
+        ),
+        kinds=np.array([block.class_index for block in graph.blocks], np.int64),
+        prelude=_class_work(graph.prelude.kernels, micro_batch),
+    )
+
+
+def _class_work(kernels: Sequence[Kernel], micro_batch: int, *, fp8: bool = False) -> ClassWork:
+    kinds = {"matmul": FP8 if fp8 else GEMM, "convolution": GEMM, "attention": ATTENTION, "memory": MEMORY}
+    return ClassWork(
+        table=kernel_table(kernels, micro_batch),
+        kind=np.array([SOFTMAX if k.op.startswith(ATTENTION_PASS) else kinds[k.kind] for k in kernels], np.int64),
+        phase=np.array([int(k.phase == "backward") for k in kernels], np.int64),
+    )
+
+
+def block_seconds(
+    work: Work, costs: Costs, device: Device, engine: Engine, column: int, *, compiled: bool = False
+) -> BlockSeconds:
+    """Seconds of all blocks if each takes the strategy of a column of `costs`."""
+    each = [_class_seconds(kind, device, engine, compiled) for kind in work.classes]
+    within = engine.collectives * inside_seconds(costs)
+    sums = np.array([seconds for seconds, _ in each]).reshape(-1, 3, 2)[work.kinds]
+    numbers = np.array([number for _, number in each], float).reshape(-1, 2)[work.kinds]
+    found = strategy_seconds(
+        engine_device(device, engine, costs.mesh.tp),
+        costs,
+        costs.strategies[column],
+        sums.sum(axis=1),
+        numbers,
+        inside=within,
+        overlap=engine.overlap,
+        overlaps=engine.overlaps_gathers,
+        apart=not engine.by_block,
+    )
+    backward, exposed, in_forward = found.backward, found.exposed, found.exposed_forward
+    strategy = costs.strategies[column]
+    if not engine.by_block and strategy.zero < 2:  # no FSDP, none of its copies
+        waiting = within @ np.array([1.0 + strategy.recompute, 1.0])
+        backward, exposed, in_forward = backward - (exposed - waiting), waiting, within[:, 0]
+    return BlockSeconds(
+        forward=found.forward,
+        backward=backward,
+        exposed=exposed,
+        exposed_forward=in_forward,
+        gather=found.gather,
+        reduce=found.reduce,
+        by_kind=np.moveaxis(sums, 1, 0),
+    )
+
+
+def prelude_seconds(work: Work, device: Device, engine: Engine, *, compiled: bool = False) -> float:
+    """Seconds of what every stage computes from the inputs."""
+    seconds, number = _class_seconds(work.prelude, device, engine, compiled)
+    sending = float(number.sum()) * device.dispatch_seconds * engine.dispatch
+    return max(float(seconds.sum()), sending)
+
+
+@lru_cache(maxsize=256)
+def engine_device(device: Device, engine: Engine, tp: int) -> Device:
+    """The device with the processor's time of an operation under an engine, of the slowest of `tp` ranks."""
+    slowest = 1 + engine.straggling * math.log2(max(1, tp))
+    return replace(
+        device,
+        dispatch_seconds=device.dispatch_seconds * engine.dispatch * slowest,
+        block_seconds=device.dispatch_seconds * engine.block_dispatches * slowest,
+        wrapper_seconds=device.wrapper_seconds if engine.by_block else 0.0,
+    )
+
+
+@lru_cache(maxsize=4096)
+def _class_seconds(work: ClassWork, device: Device, engine: Engine, compiled: bool) -> tuple[Floats, Floats]:
+    """[3, 2] seconds of matrix products, attention and others in forward and backward, and [2] number of kernels."""
+    traffic = engine.compiled_memory_traffic if compiled else engine.memory_traffic
+    moved = np.array([1.0, 1.0, traffic, engine.attention_passes, 1.0])[work.kind]
+    faster = engine.matmul_speed, engine.attention_speed, 1.0, 1.0, engine.matmul_speed * engine.fp8_speed
+    done = 1 / np.array(faster)[work.kind]
+    table = replace(work.table, num_bytes=work.table.num_bytes * moved)
+    seconds = table_seconds(device, table) * done
+    result = np.zeros((3, 2))
+    np.add.at(result, (np.array([GEMM, ATTENTION, MEMORY, MEMORY, GEMM])[work.kind], work.phase), seconds)
+    return result, np.bincount(work.phase, minlength=2) * np.array([1.0, engine.backward_dispatch])
+
+
+def in_one_piece(
+    elements: float,
+    zero: int,
+    engine: Engine,
+    policy: Precision,
+    groups: "DataGroups",
+    *,
+    forward_seconds: float,
+    backward_seconds: float,
+) -> tuple[float, float]:
+    """Seconds before the first pass and after the last one of a stage that communicates its parameters all at once.
+
+    Args:
+        elements: Trainable parameters of a rank.
+        zero: 0 or 1; what is sharded further is reduced block by block in every engine.
+        engine: Whose widths and overlaps count.
+        policy: Bytes of parameters, and of gradients where the engine does not say.
+        groups: Who shares them.
+        forward_seconds: Of one micro-batch, beside which parameters may be gathered.
+        backward_seconds: Of one micro-batch, beside which gradients may be reduced.
+    """
+    width = engine.gradient_bytes or policy.compute_bytes
+    if zero == 0:
+        reduced = all_reduce_seconds(width * elements, groups.everyone)
+        gathered = 0.0
+    else:
+        reduced = reduce_scatter_seconds(width * elements, groups.shards)
+        reduced += all_reduce_seconds(width * elements / groups.shards.num_ranks, groups.replicas)
+        gathered = all_gather_seconds(policy.compute_bytes * elements, groups.shards)
+    if engine.overlaps_gradients:
+        reduced = max(0.1 * reduced, reduced - engine.hidden * backward_seconds)
+    if engine.overlaps_gathers:
+        gathered = max(0.1 * gathered, gathered - engine.hidden * forward_seconds)
+    return gathered, reduced
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DataGroups:
+    """Ranks that share parameters: over which states are sharded, over which they are whole, and both together."""
+
+    shards: Group
+    replicas: Group
+    everyone: Group
+
+
+def data_groups(cluster: Cluster, mesh: Mesh) -> DataGroups:
+    """Those of a mesh. Ranks of `cp` and `ep` shard, too."""
+    sizes = {axis: getattr(mesh, axis) for axis in AXES}
+    sharding = ("dp_shard", "cp", "ep")
+    return DataGroups(
+        shards=axis_group(cluster, sizes, sharding),
+        replicas=axis_group(cluster, sizes, "dp_replicate"),
+        everyone=axis_group(cluster, sizes, ("dp_replicate", *sharding)),
+    )
+
+
+def engine_costs(costs: Costs, graph: Graph, cluster: Cluster, engine: Engine) -> Costs:
+    """Priced costs with the seconds of an engine; bytes stay those of stock PyTorch.
+
+    Where an engine communicates all at once, a block has its share by parameters, as if its stage was one of equal
+    ones and all of it took the same strategy.
+    """
+    if costs.basis is None:
+        raise ValueError("only costs that were priced can be priced for an engine")
+    work, device, mesh = _work(Same(graph), costs.micro_batch), cluster.device, costs.mesh
+    policy, groups = precision_named(costs.precision), data_groups(cluster, mesh)
+    elements = costs.basis.count.trainable
+    total = max(1.0, float(elements.sum()))
+    columns = []
+    for index, strategy in enumerate(costs.strategies):
+        found = block_seconds(work, costs, device, engine, index)
+        if not engine.by_block and strategy.zero < 2:
+            stage = in_one_piece(
+                total / mesh.pp, strategy.zero, engine, policy, groups,
+                forward_seconds=float(found.forward.sum()) / mesh.pp,
+                backward_seconds=float(found.backward.sum()) / mesh.pp,
+            )  # fmt: skip
+            gather, reduce = (seconds * elements / (total / mesh.pp) for seconds in stage)
+            found = replace(found, gather=gather, reduce=reduce)
+        columns.append(found)
+
+    def stacked(name: str) -> Floats:
+        return np.stack([getattr(found, name) for found in columns], axis=1)
+
+    return replace(
+        costs,
+        forward_seconds=stacked("forward"),
+        backward_seconds=stacked("backward"),
+        exposed_seconds=stacked("exposed"),
+        exposed_forward_seconds=stacked("exposed_forward"),
+        gather_seconds=stacked("gather"),
+        reduce_seconds=stacked("reduce") + costs.basis.partial[:, None],
+        optimizer_seconds=engine.optimizer_traffic * costs.optimizer_seconds,
+        hop_seconds=costs.hop_seconds + engine.hop_seconds,
+        prelude_seconds=prelude_seconds(work, device, engine),
+        pass_seconds=engine.pass_seconds + (costs.pass_seconds if engine.receives_all_at_once else 0.0),
+        norm_seconds=costs.norm_seconds + engine.step_seconds,
+    )
+
+
+def least_engine_seconds(graph: Graph, cluster: Cluster, *, engine: Engine, mesh: Mesh, micro_batch: int) -> float:
+    """`costs.least_seconds` under an engine: no strategy takes less."""
+    device, key = cluster.device, Same(graph)
+    work = _work(key, micro_batch)
+    within = inside(key, split_groups(cluster, mesh), micro_batch)
+    each = [_class_seconds(kind, device, engine, False) for kind in work.classes]
+    seconds = np.array([found.sum(axis=0) for found, _ in each]).reshape(-1, 2)[work.kinds]
+    numbers = np.array([number for _, number in each], float).reshape(-1, 2)[work.kinds]
+    passes = phase_seconds(
+        engine_device(device, engine, mesh.tp), seconds + engine.collectives * within.seconds,
+        numbers + within.number, 0, 1,
+    )  # fmt: skip
+    return float(passes.sum()) + prelude_seconds(work, device, engine) + 2 * engine.pass_seconds
+
+
+@lru_cache(maxsize=1024)
+def _work(graph: Same, micro_batch: int) -> Work:
+    return work_of(graph.value, micro_batch)
