@@ -18,12 +18,12 @@ import torch
 from benchmarks.overhead import lowered
 from planner.costs import least_seconds
 from planner.measure import local_cluster
-from planner.measure.machine import this_machine
 from planner.measure.operators import measure_operators
 from planner.measure.passes import cases
 from planner.plan import Mesh
 from planner.profile import Profile, measured_graph
 from planner.runtime.blocks import INPUT, WEIGHTS
+from planner.runtime.machine import this_machine
 from planner.trace import trace
 from planner.zoo.load import load_model
 from planner.zoo.text import random_batch

@@ -16,6 +16,7 @@ import traceback
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -23,16 +24,21 @@ from rich.console import Console
 from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-from planner import cli_measure, report
+from planner import cli_audit, cli_measure, report
+from planner.audit import audit
 from planner.cluster import Cluster, all_devices, all_presets
+from planner.engine import STOCK, engine_named
 from planner.errors import ModelError, PlanError, PlannerError, RunError
 from planner.plan import OPTIMIZERS, PRECISIONS, Plan, write_atomically
 from planner.profile import Profile, measured_cluster
 from planner.report.accuracy import accuracy_html, accuracy_table
+from planner.report.auditing import audit_table
 from planner.report.tracing import trace_data, trace_text
 from planner.runtime.launch import RankError, Terminated, Training, launch
+from planner.runtime.machine import this_machine
+from planner.runtime.phases import WARM_UP_STEPS
 from planner.runtime.weights import check_weights
-from planner.runtime.worker import Job, device_kind, num_local_devices
+from planner.runtime.worker import Job, device_kind, memory_kind, num_local_devices
 from planner.search import OBJECTIVES, SAMPLES_PER_DEVICE, Pins, Search, cluster_named, search_model
 from planner.search.measuring import Measuring, local_measuring
 from planner.trace import trace
@@ -148,6 +154,13 @@ def parser() -> argparse.ArgumentParser:
         "--top", type=_positive, default=DEFAULT_TOP, metavar="K", help=f"plans to print (default {DEFAULT_TOP})"
     )
     plan.add_argument("--out", metavar="FILE", help="write the best plan to this file")
+    plan.add_argument(
+        "--engine",
+        default=STOCK,
+        metavar="E",
+        help=f"training system whose times count (default {STOCK}, which runs the plan): deepspeed, megatron or "
+        "another of profiles/engines",
+    )
     _profile_options(plan)
 
     traced = _command(
@@ -226,6 +239,11 @@ def parser() -> argparse.ArgumentParser:
         help=f"learning rate (default {DEFAULT_LEARNING_RATE})",
     )
     run.add_argument(
+        "--record",
+        metavar="RUN",
+        help="write to this file what the steps took, phase by phase and rank by rank; autoplan audit compares it",
+    )
+    run.add_argument(
         "--count-experts",
         metavar="FILE",
         help="write to this file how many tokens each expert got; --expert-loads plans by it",
@@ -256,6 +274,15 @@ def parser() -> argparse.ArgumentParser:
     checked.add_argument("files", metavar="FILE.csv", nargs="+", help="rows as in benchmarks/published/training.csv")
     checked.add_argument("--html", metavar="FILE", help="write a page with the table and every row")
     checked.add_argument("--explain", metavar="ID", help="only this row: the terms of its prediction, as JSON")
+
+    audited = _command(
+        commands,
+        "audit",
+        _audit,
+        "compare what a run took with what its plan predicted, term by term",
+        "autoplan audit plan.json run.json --update-profile profile.json",
+    )
+    cli_audit.add_options(audited)
 
     models = _command(commands, "models", _models, "list the models of the zoo", "autoplan models gpt2 llama3-8b")
     models.add_argument("names", metavar="NAME", nargs="*", help="only these")
@@ -381,6 +408,7 @@ def _print(renderable: Any) -> None:
 def _plan(arguments: argparse.Namespace) -> None:
     _check_writable(arguments.out)
     _expert_loads(arguments.expert_loads)  # a wrong file is found here, not after the trace
+    engine_named(arguments.engine)
     pins = Pins.of(arguments.fix)
     start = time.perf_counter()
     with _only_json(arguments.json), _working(quiet=arguments.json) as progress:
@@ -388,14 +416,16 @@ def _plan(arguments: argparse.Namespace) -> None:
         profile = _profile(arguments, cluster)
         progress("loading the model", 0, 0)
         loaded = load_model(arguments.model, sequence_length=arguments.seq, device="meta")
-        found = _search(arguments, loaded, cluster, pins, arguments.global_batch, arguments.top, progress, profile)
+        found = _search(
+            arguments, loaded, cluster, pins, arguments.global_batch, arguments.top, progress, profile, arguments.engine
+        )
     seconds = time.perf_counter() - start
     if arguments.out:
         found.plans[0].save(arguments.out)
     if arguments.json:
         _print_json(_search_json(found, seconds))
         return
-    _print(report.ranking(found.plans, cluster=cluster))
+    _print(report.ranking(found.plans, cluster=cluster, tied=found.tied))
     print()
     statistics = found.statistics
     print(
@@ -448,6 +478,7 @@ def _search(
     top: int,
     progress: OnProgress,
     profile: Profile | Measuring | None,
+    engine: str = STOCK,
 ) -> Search:
     return search_model(
         loaded.module,
@@ -465,6 +496,7 @@ def _search(
         progress=progress,
         time_limit_seconds=arguments.time_limit,
         profile=profile,
+        engine=engine,
     )
 
 
@@ -509,7 +541,10 @@ def _search_json(found: Search, seconds: float) -> dict[str, Any]:
             "gap": statistics.gap,
             "delta": statistics.delta,
         },
-        "plans": [{"rank": rank, **plan.to_dict()} for rank, plan in enumerate(found.plans, 1)],
+        "plans": [
+            {"rank": rank, "tied_with_first": is_tied, **plan.to_dict()}
+            for rank, (plan, is_tied) in enumerate(zip(found.plans, found.tied, strict=True), 1)
+        ],
     }
 
 
@@ -540,11 +575,14 @@ def _show(arguments: argparse.Namespace) -> None:
 
 
 def _diff(arguments: argparse.Namespace) -> None:
-    rows = Plan.load(arguments.here).diff(Plan.load(arguments.there))
+    here, there = Plan.load(arguments.here), Plan.load(arguments.there)
+    rows = here.diff(there)
     if arguments.json:
-        _print_json([{"what": what, "here": here, "there": there} for what, here, there in rows])
+        _print_json([{"what": what, "here": one, "there": other} for what, one, other in rows])
     else:
         _print(report.difference(rows, arguments.here, arguments.there))
+        if rows and (tie := report.tie_text(here, there)):
+            print(tie)
 
 
 def _validate(arguments: argparse.Namespace) -> None:
@@ -566,6 +604,17 @@ def _validate(arguments: argparse.Namespace) -> None:
         _print_json(data)
     else:
         _print(accuracy_table(data))
+
+
+def _audit(arguments: argparse.Namespace) -> None:
+    found, changed = cli_audit.audit_run(arguments)
+    if arguments.json:
+        _print_json(found.to_dict())
+        return
+    _print(audit_table(found))
+    print(found.sentence)
+    if changed:
+        print(changed)
 
 
 def _models(arguments: argparse.Namespace) -> None:
@@ -609,6 +658,9 @@ def _cluster_of(arguments: argparse.Namespace, name: str) -> Cluster:
 
 def _run(arguments: argparse.Namespace) -> None:
     _check_writable(arguments.count_experts)
+    _check_writable(arguments.record)
+    if arguments.record and arguments.steps <= WARM_UP_STEPS:
+        raise RunError(f"--record needs more than the {WARM_UP_STEPS} steps of warm-up; give --steps")
     _expert_loads(arguments.expert_loads)
     pins = Pins.of(arguments.fix)
     given = _given_plan(arguments) if arguments.plan else None
@@ -630,13 +682,18 @@ def _run(arguments: argparse.Namespace) -> None:
         if given is not None:
             _check_graph(given, loaded)
             plans: Sequence[Plan] = (given,)
+            tied: Sequence[bool] = ()
         else:
             batch = arguments.global_batch or DEFAULT_RUN_BATCH
             is_local = arguments.cluster.strip().lower() == "local"
             if profile is None and is_local and cluster.device.kind == "cpu" and not arguments.no_measure:
                 profile = local_measuring(cluster, batch, progress)
-            plans = _search(arguments, loaded, cluster, pins, batch, DEFAULT_TOP, progress, profile).plans
+            searched = _search(arguments, loaded, cluster, pins, batch, DEFAULT_TOP, progress, profile)
+            plans, tied = searched.plans, searched.tied
         plan = plans[0]
+    if plan.engine != STOCK:
+        print(f"warning: the plan has the times of {plan.engine}; stock PyTorch, which runs it, takes others",
+              file=sys.stderr)  # fmt: skip
     if not plan.prediction.fits:
         raise PlanError(
             f"the plan does not fit: it needs {max(plan.prediction.peak_bytes) / 2**30:.1f} GiB on a device, which has "
@@ -644,7 +701,7 @@ def _run(arguments: argparse.Namespace) -> None:
         )
     if not arguments.json:
         if given is None:
-            _print(report.ranking(plans, cluster=cluster))
+            _print(report.ranking(plans, cluster=cluster, tied=tied))
             print()
         print(report.plan_text(plan), end="\n\n")
         sys.stdout.flush()
@@ -658,9 +715,12 @@ def _run(arguments: argparse.Namespace) -> None:
         check="replicate" if arguments.check == "replicate" else not arguments.no_check,
         weights=str(Path(arguments.weights).resolve()) if arguments.weights else None,
         needs_experts=arguments.count_experts is not None,
+        machine=asdict(this_machine(device_kind(), cluster.num_devices)),
     )
     with _training(quiet=arguments.json, steps=arguments.steps) as on_step:
         training = launch(job, plan, on_step)
+    if arguments.record and training.record is not None:
+        training.record.save(arguments.record)
     if arguments.count_experts:
         write_atomically(Path(arguments.count_experts), json.dumps(training.expert_loads, indent=1) + "\n")
     if arguments.json:
@@ -668,13 +728,18 @@ def _run(arguments: argparse.Namespace) -> None:
         return
     print(f"loss {training.losses[0]:.3f} -> {training.losses[-1]:.3f} in {len(training.losses)} steps")
     print(training.check, end="\n\n")
+    if training.record is not None:
+        audited = audit(training.record)
+        _print(audit_table(audited))
+        print(audited.sentence)
+        return
     _print(
         report.comparison(
             predicted_step_seconds=plan.prediction.step_seconds,
             measured_step_seconds=training.measured_step_seconds,
             predicted_peak_bytes=plan.prediction.peak_bytes,
             measured_peak_bytes=training.peak_bytes,
-            memory_kind=_memory_kind(),
+            memory_kind=memory_kind(),
         )
     )
 
@@ -687,15 +752,12 @@ def _training_json(plan: Plan, training: Training) -> dict[str, Any]:
         "measured_step_seconds": training.measured_step_seconds,
         "predicted_peak_bytes": list(plan.prediction.peak_bytes),
         "peak_bytes": list(training.peak_bytes),
-        "peak_bytes_kind": _memory_kind(),
+        "peak_bytes_kind": memory_kind(),
+        "audit": None if training.record is None else audit(training.record).to_dict(),
         "check": training.check,
         "expert_loads": training.expert_loads,
         "plan": plan.to_dict(),
     }
-
-
-def _memory_kind() -> str:
-    return "allocated" if device_kind() == "cuda" else "rise of resident memory since import"
 
 
 def _given_plan(arguments: argparse.Namespace) -> Plan:

@@ -14,9 +14,9 @@ from planner.graph import Graph
 from planner.measure.fabric import KINDS, measure_here, measure_under_torchrun
 from planner.measure.imports import nccl_tests_rows, topology_rows
 from planner.measure.local import local_cluster
-from planner.measure.machine import this_machine, torch_release
 from planner.measure.operators import measure_operators
 from planner.profile import Machine, Profile, unlike
+from planner.runtime.machine import this_machine, torch_release
 from planner.runtime.worker import device_kind
 from planner.search import SAMPLES_PER_DEVICE, default_precision, ways_to_split
 from planner.search.measuring import affordable, split_cases

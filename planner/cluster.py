@@ -47,10 +47,26 @@ class Slowdown(NamedTuple):
 
 
 class OptimizerSeconds(NamedTuple):
-    """What a step of an optimizer takes for each byte of parameters, and besides for each of their tensors."""
+    """What a step of an optimizer takes for each byte of parameters, and besides for each of their tensors.
+
+    A tensor that is sharded is a DTensor, each operator of which passes through Python; None: it takes no longer.
+    """
 
     per_byte: float
     per_tensor: float
+    per_sharded_tensor: float | None = None
+
+
+class ShardingSeconds(NamedTuple):
+    """CPU time of FSDP2's own code for a block that gathers its parameters, and for one that reduces its gradients.
+
+    Each as such, and besides for each of the block's tensors.
+    """
+
+    gather: float
+    gather_tensor: float
+    reduce: float
+    reduce_tensor: float
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -173,10 +189,17 @@ def _slowdown(value: object) -> object:
 
 
 def _optimizer(value: object) -> object:
+    numbers = [n for n in value if n is not None] if isinstance(value, list | tuple) else []
+    if len(numbers) not in (2, 3) or not all(type(n) in (int, float) and math.isfinite(n) and n >= 0 for n in numbers):
+        raise _wrong("two or three numbers >= 0, seconds for a byte of parameters, a tensor and a sharded one", value)
+    return OptimizerSeconds(*map(float, numbers))
+
+
+def _sharding(value: object) -> object:
     numbers = list(value) if isinstance(value, list | tuple) else []
-    if len(numbers) != 2 or not all(type(n) in (int, float) and math.isfinite(n) and n >= 0 for n in numbers):
-        raise _wrong("two numbers >= 0, seconds for a byte of parameters and for a tensor", value)
-    return OptimizerSeconds(float(numbers[0]), float(numbers[1]))
+    if len(numbers) != 4 or not all(type(n) in (int, float) and math.isfinite(n) and n >= 0 for n in numbers):
+        raise _wrong("four numbers >= 0, seconds of a gather, of each tensor of it, and the same of a reduction", value)
+    return ShardingSeconds(*map(float, numbers))
 
 
 def _table(
@@ -252,6 +275,7 @@ class Device:
     aliases: tuple[str, ...] = ()
     cuda_names: tuple[str, ...] = ()  # as torch.cuda.get_device_name() says
     optimizer_seconds: Mapping[str, OptimizerSeconds] | None = field(default=None, hash=False)  # None: not measured
+    sharding_seconds: ShardingSeconds | None = None  # None: in wrapper_seconds
     source: Mapping[str, str] = field(hash=False)
 
     def __post_init__(self) -> None:
@@ -448,6 +472,7 @@ _DEVICE_KEYS: Mapping[str, Callable[[object], object]] = {
     "aliases": _texts,
     "cuda_names": _texts,
     "optimizer_seconds": _optional(_table(None, _optimizer)),
+    "sharding_seconds": _optional(_sharding),
     "source": _sources,
 }
 _LINK_KEYS: Mapping[str, Callable[[object], object]] = {
@@ -480,6 +505,7 @@ _OPTIONAL_KEYS = {
     "group_efficiency",
     "spread",
     "optimizer_seconds",
+    "sharding_seconds",
 }
 # Choices and names: they need no evidence.
 _NO_SOURCE = {

@@ -48,6 +48,7 @@ from planner.memory import (
     bounded_transient_bytes,
     elements_of_blocks,
     fixed_shape,
+    gradient_bytes,
     is_wrapped,
     optimizer_moments,
     precision_named,
@@ -100,11 +101,13 @@ class Costs:
     forward_seconds: Floats  # [L, S] kernels, dispatch, exposed communication
     backward_seconds: Floats  # [L, S] recomputation included
     exposed_seconds: Floats  # [L, S] part of the two that is communication
+    exposed_forward_seconds: Floats  # [L, S] of that, in the forward pass
     gather_seconds: Floats  # [L, S] once a step, exposed: what ZeRO-1 and ZeRO-2 keep; the cast copy of ZeRO-0
     reduce_seconds: Floats  # [L, S] once a step, exposed: gradients of ZeRO-0 and ZeRO-1
     optimizer_seconds: Floats  # [L, S] once a step
     tie_seconds: Floats  # [L, S] once a step: the sum of a shared gradient over stages, on each owner
     state_bytes: Floats  # [L, S]
+    gradient_bytes: Floats | None = None  # [L, S] of these, gradients; None: unknown, taken to be always there
     activation_bytes: Floats  # [L, S] per micro-batch in flight
     transient_bytes: Floats  # [L, S] bound that holds between any neighbours
     working: Working  # [L, S] each: what the exact transient is made of
@@ -289,17 +292,25 @@ def price(
         _strategy_seconds(device, traffic, count, policy, strategy, num_microbatches, wrapped=wrapped)
         for strategy in strategies
     ]
-    forward, backward, exposed, gather, reduce = (np.stack(column, axis=1) for column in zip(*columns, strict=True))
+    forward, backward, exposed, gather, reduce, in_forward = (
+        np.stack(column, axis=1) for column in zip(*columns, strict=True)
+    )
     # The stock schedules reduce nothing before the last backward pass: they accumulate even if m is 1.
     accumulations = num_microbatches if mesh.pp == 1 else max(2, num_microbatches)
+    partial = np.zeros(len(graph.blocks))
     if mesh.tp > 1:
-        reduce = reduce + _partial_seconds(graph, splits, mesh, policy, tensor)[:, None]
+        partial = _partial_seconds(graph, splits, mesh, policy, tensor)
+    reduce = reduce + partial[:, None]
     state = [
         state_bytes(count, s.zero, policy, optimizer, accumulations, wrapped=wrapped) + blocks.buffer_bytes
         for s in strategies
     ]
+    gradients = [gradient_bytes(count, s.zero, policy, accumulations, wrapped=wrapped) for s in strategies]
     parts = [working(count, s.zero, policy, accumulations, *_peaks(blocks, s), wrapped=wrapped) for s in strategies]
-    optimizing = [_optimizer_seconds(device, count, policy, optimizer, zero=s.zero) for s in strategies]
+    optimizing = [
+        _optimizer_seconds(device, count, policy, optimizer, zero=s.zero, wrapped=wrapped or mesh.tp > 1)
+        for s in strategies
+    ]
     return Costs(
         mesh=mesh,
         micro_batch=micro_batch,
@@ -311,11 +322,13 @@ def price(
         forward_seconds=forward,
         backward_seconds=backward,
         exposed_seconds=exposed,
+        exposed_forward_seconds=in_forward,
         gather_seconds=gather,
         reduce_seconds=reduce,
         optimizer_seconds=np.stack(optimizing, axis=1),
         tie_seconds=_tie_seconds(graph, mesh, policy, strategies, pipe),
         state_bytes=np.stack(state, axis=1),
+        gradient_bytes=np.stack(gradients, axis=1),
         activation_bytes=np.stack([blocks.input_bytes if s.recompute else blocks.saved for s in strategies], axis=1),
         transient_bytes=np.stack(_bounded(mesh, strategies, parts), axis=1),
         working=Working.stacked(parts),
@@ -332,7 +345,9 @@ def price(
         in_flight=np.array([in_flight(schedule, p, mesh.pp, num_microbatches) for p in range(mesh.pp)], np.int64),
         capacity=float(cluster.capacity_bytes),
         tie_groups=_tie_groups(key),
-        basis=Basis(traffic=traffic, count=count, num_inside=within.number, hooked=hooked, wrapped=wrapped),
+        basis=Basis(
+            traffic=traffic, count=count, num_inside=within.number, hooked=hooked, wrapped=wrapped, partial=partial
+        ),
     )
 
 
@@ -455,6 +470,7 @@ class Basis:
     num_inside: Floats  # [L, 2] collectives of axes that split tensors
     hooked: NDArray[np.bool_]  # [L] FSDP2 modules
     wrapped: bool
+    partial: Floats  # [L] once a step: gradients that each rank of tp has a part of
 
 
 class _Room(NamedTuple):
@@ -490,6 +506,7 @@ class StrategySeconds(NamedTuple):
     exposed: Floats
     gather: Floats
     reduce: Floats
+    exposed_forward: Floats
 
 
 def _mesh_text(mesh: Mesh) -> str:
@@ -721,6 +738,7 @@ def _strategy_seconds(
         exposed=in_forward + in_backward + inside[0] + inside[1],
         gather=gather,
         reduce=reduce,
+        exposed_forward=in_forward + inside[0],
     )
 
 
@@ -794,6 +812,8 @@ def _copy_seconds(
 ) -> _Copies:
     """Bytes read and written by what FSDP2 does around the collectives, over the memory's bandwidth.
 
+    Where the processor itself computes, the time of its code for a collective is in them, if it is known.
+
     Gather: the cast of the own parameters, then copy-out of the gathered buffer. Reduce: copy-in of the gradient to
     the buffer (and of the buffer to the output where `replicate` scatters nothing). Accumulate, averaged
     over micro-batches: the gradient is added to the accumulated one; ZeRO-2 and ZeRO-3 add shards.
@@ -818,6 +838,9 @@ def _copy_seconds(
         moved = moved + memory_seconds(device, 2 * reduce * count.trainable)
     else:
         copied = memory_seconds(device, (master + compute) * count.shard + 2 * compute * count.gathered)
+    if (host := device.sharding_seconds) is not None and device.synchronous_dispatch:
+        copied = copied + (count.full > 0) * (host.gather + host.gather_tensor * count.tensors)
+        moved = moved + (count.trainable > 0) * (host.reduce + host.reduce_tensor * count.tensors)
     return _Copies(copied, moved, added)
 
 
@@ -828,6 +851,7 @@ def _optimizer_seconds(
     optimizer: str,
     *,
     zero: int,
+    wrapped: bool,
 ) -> Floats:
     """[L] the optimizer step on a rank's own parameters: as measured, or elementwise kernels, one after the other.
 
@@ -837,7 +861,10 @@ def _optimizer_seconds(
     own = count.trainable if zero == 0 else count.trainable_shard
     measured = (device.optimizer_seconds or {}).get(optimizer)
     if measured is not None:
-        return measured.per_byte * policy.master_bytes * own + measured.per_tensor * count.tensors
+        each = measured.per_tensor
+        if wrapped and measured.per_sharded_tensor is not None:
+            each = measured.per_sharded_tensor
+        return measured.per_byte * policy.master_bytes * own + each * count.tensors
     kernels = _OPTIMIZER_KERNELS[optimizer]
     one = memory_seconds(device, _OPTIMIZER_PASSES[optimizer] / kernels * policy.master_bytes * own)
     return phase_seconds(device, kernels * one, kernels * count.tensors)

@@ -257,16 +257,18 @@ def state_bytes(
     full = zero == 0
     own = count.full if full else count.shard
     own_trained = count.trainable if full else count.trainable_shard
-    moments = precision.master_bytes * optimizer_moments(optimizer) * own_trained
-    held = precision.master_bytes * own + moments
-    reduced = precision.master_bytes * own_trained
-    if not wrapped:
-        return held + reduced
-    if zero < 3:
+    held = precision.master_bytes * (own + optimizer_moments(optimizer) * own_trained)
+    if wrapped and zero < 3:
         held = held + precision.compute_bytes * (count.full if full else count.gathered)
-    if zero < 2 and num_microbatches > 1:
-        return held + np.maximum(precision.reduce_bytes * count.trainable, reduced)
-    return held + reduced
+    return held + gradient_bytes(count, zero, precision, num_microbatches, wrapped=wrapped)
+
+
+def gradient_bytes(count: Elements, zero: int, precision: Precision, num_microbatches: int, *, wrapped: bool) -> Floats:
+    """[L] of `state_bytes`, the gradients: they are there from the block's first backward pass on."""
+    reduced = precision.master_bytes * (count.trainable if zero == 0 else count.trainable_shard)
+    if wrapped and zero < 2 and num_microbatches > 1:
+        return np.maximum(precision.reduce_bytes * count.trainable, reduced)
+    return reduced
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -400,6 +402,8 @@ def stage_peak_bytes(
     in_flight: int,
     boundary_bytes: float,
     sync_at_end: bool = False,
+    gradients: Floats | None = None,
+    num_microbatches: int = 2,
 ) -> float:
     """The most that one stage holds: per chosen block of the stage its state, activations and working set.
 
@@ -407,7 +411,9 @@ def stage_peak_bytes(
 
         boundary + sum state + max_i ((in_flight - 1) sum activation + sum of activation[0..i] + transient[i])
 
-    or, in a pipeline, a block reduces its gradient after the last backward pass.
+    or, in a pipeline, a block reduces its gradient after the last backward pass. Of the `gradients` in the state, the
+    first micro-batch's backward pass has only those of the blocks that it has been through; later ones have all, and
+    at most num_microbatches - 1 in flight.
     The heaviest moment of the heaviest rank (padding makes all ranks equal). `problem` uses the same sum with every
     activation saved, which is never less.
     """
@@ -415,5 +421,12 @@ def stage_peak_bytes(
     after = np.concatenate([blocks.reduce_input[1:], [0.0]])
     transient = transient_bytes(blocks, before, after, sync_at_end=sync_at_end)
     saved = (in_flight - 1) * activation.sum() + np.cumsum(activation)
+    most = (saved + transient).max()
+    if gradients is not None:
+        to_come = np.cumsum(gradients) - gradients  # of the blocks in front
+        most = (saved + transient - to_come).max()
+        if later := min(in_flight, num_microbatches - 1):
+            saved = (later - 1) * activation.sum() + np.cumsum(activation)
+            most = max(most, (saved + transient).max())
     # With `sync_at_end` the reductions come when nothing is saved any more; else they are in `transient`.
-    return float(boundary_bytes + state.sum() + max((saved + transient).max(), blocks.reduction.max()))
+    return float(boundary_bytes + state.sum() + max(most, blocks.reduction.max()))

@@ -10,6 +10,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal, get_args
 
+from planner.engine import STOCK
 from planner.errors import PlanError
 
 SCHEMA_VERSION = 2  # 1 had one sharding for each block
@@ -144,7 +145,9 @@ class Prediction:
     `peak_bytes` and `capacity_bytes` are per rank, the heaviest rank of each stage. `gap` is
     (this plan - proven lower bound) / this plan within its configuration. `mfu` is model FLOP
     (no recomputation) over peak FLOP of the devices used. The `parts_seconds` add up to the step; of it
-    `measured_share` rests on rows of a profile.
+    `measured_share` rests on rows of a profile. Of computing, `forward_seconds` are forward passes; `corrections` are
+    factors of terms by which audited runs have corrected it (`planner.audit`). Between `_low` and `_high` are 8 of 10
+    measurements (`planner.interval`); plans of earlier releases do not say.
     """
 
     step_seconds: float
@@ -155,6 +158,12 @@ class Prediction:
     mfu: float
     parts_seconds: tuple[tuple[str, float], ...] = ()
     measured_share: float = 0.0
+    step_seconds_low: float | None = None
+    step_seconds_high: float | None = None
+    peak_bytes_low: float | None = None  # of the fullest stage
+    peak_bytes_high: float | None = None
+    forward_seconds: float | None = None
+    corrections: tuple[tuple[str, float], ...] = ()
 
     @property
     def fits(self) -> bool:
@@ -194,6 +203,7 @@ class Plan:
     shardings: tuple[ShardingPlan, ...] = ()
     prediction: Prediction
     ring_attention: RingAttention | None = None
+    engine: str = STOCK  # the training system that it is priced for; stock PyTorch runs it
     notes: tuple[str, ...] = ()
     schema_version: int = SCHEMA_VERSION
 
@@ -237,7 +247,11 @@ class Plan:
             # Left out where it says nothing, so that plans that split no tensors read as before.
             **({"shardings": [_sharding_data(sharding) for sharding in self.shardings]} if self.shardings else {}),
             **({} if (ring := self.ring_attention) is None else {"ring_attention": _ring_data(ring)}),
+            **({"engine": self.engine} if self.engine != STOCK else {}),
             **({"measured_share": share} if (share := self.prediction.measured_share) else {}),
+            **({} if (forward := self.prediction.forward_seconds) is None else {"forward_seconds": forward}),
+            **({"corrections": dict(factors)} if (factors := self.prediction.corrections) else {}),
+            **{k: end for k in _INTERVAL_KEYS if (end := getattr(self.prediction, k)) is not None},
         }
 
     def dumps(self) -> str:
@@ -285,14 +299,14 @@ class Plan:
         """(what, here, there) for every difference; runs of equal blocks are put together."""
         mine, theirs = self.to_dict(), other.to_dict()
         rows = []
-        for key in mine:
+        for key in dict.fromkeys([*mine, *theirs]):
             if key in ("mesh", "parts_seconds"):
                 for name in dict.fromkeys([*mine[key], *theirs[key]]):
                     here, there = mine[key].get(name), theirs[key].get(name)
                     if here != there:
                         rows.append((f"{key}.{name}", _text(here), _text(there)))
-            elif key not in ("stages", "notes", "inputs", "shardings", "ring_attention") and mine[key] != theirs[key]:
-                rows.append((key, _text(mine[key]), _text(theirs[key])))
+            elif key not in _NOT_COMPARED and mine.get(key) != theirs.get(key):
+                rows.append((key, _text_of(mine, key), _text_of(theirs, key)))
         here_of, there_of = self._block_texts(), other._block_texts()
         for name in dict.fromkeys([*here_of, *there_of]):
             here_text, there_text = (of.get(name, "absent") for of in (here_of, there_of))
@@ -355,6 +369,16 @@ def write_atomically(path: Path, text: str) -> None:
 
 def _text(value: object) -> str:
     return f"{value:.6g}" if isinstance(value, float) else str(value)
+
+
+_INTERVAL_KEYS = ("step_seconds_low", "step_seconds_high", "peak_bytes_low", "peak_bytes_high")
+_NOT_COMPARED = ("stages", "notes", "inputs", "shardings", "ring_attention", *_INTERVAL_KEYS)
+
+
+def _text_of(data: Mapping[str, Any], key: str) -> str:
+    """A value with its interval, if it has one."""
+    ends = [data[end] for end in (f"{key}_low", f"{key}_high") if end in data]
+    return _text(data.get(key, "absent")) + (f" ({_text(ends[0])} to {_text(ends[1])})" if len(ends) == 2 else "")
 
 
 class _Reader:
@@ -446,6 +470,7 @@ def _read(data: object, origin: str) -> Plan:
     inputs = _read_inputs(data, reader)
     shardings = _read_shardings(data, reader)
     ring = _read_ring(data, reader)
+    engine = reader.text(data, "", "engine") if "engine" in data else STOCK
     numbers = {
         key: reader.number(data.get(key), key) for key in ("step_seconds", "bubble", "capacity_bytes", "gap", "mfu")
     }
@@ -454,18 +479,23 @@ def _read(data: object, origin: str) -> Plan:
     parts = reader.get(data, "", "parts_seconds", dict) or {}
     parts = {name: reader.number(seconds, f"parts_seconds.{name}") for name, seconds in parts.items()}
     share = reader.number(data.get("measured_share", 0.0), "measured_share")
+    forward = reader.number(data["forward_seconds"], "forward_seconds") if "forward_seconds" in data else None
+    factors = (reader.get(data, "", "corrections", dict) or {}) if "corrections" in data else {}
+    factors = {name: reader.number(factor, f"corrections.{name}") for name, factor in factors.items()}
+    ends: dict[str, Any] = {key: reader.number(data[key], key) for key in _INTERVAL_KEYS if key in data}
     fits = reader.get(data, "", "fits", bool)
     notes = reader.get(data, "", "notes", list) or []
     if any(not isinstance(note, str) or not note.isprintable() for note in notes):
         reader.faults.append("notes must hold printable text")
-    if any(not name.isprintable() for name in parts):
-        reader.faults.append("parts_seconds must have printable names")
+    if any(not name.isprintable() for name in (*parts, *factors)):
+        reader.faults.append("parts_seconds and corrections must have printable names")
     reader.known(data, "", _TOP_KEYS)
     if not reader.faults:
         mesh = Mesh(**axes)
         prediction = Prediction(
-            **numbers, peak_bytes=tuple(peaks), parts_seconds=tuple(parts.items()), measured_share=share
-        )
+            **numbers, **ends, peak_bytes=tuple(peaks), parts_seconds=tuple(parts.items()), measured_share=share,
+            forward_seconds=forward, corrections=tuple(factors.items()),
+        )  # fmt: skip
         reader.faults += _contradictions(mesh, stages, counts, len(peaks), schedule)
         reader.faults += _sharding_faults(mesh, stages, shardings)
         if ring is not None and (mesh.cp == 1 or len(ring.peak_bytes) != len(stages)):
@@ -492,6 +522,7 @@ def _read(data: object, origin: str) -> Plan:
         shardings=shardings,
         prediction=prediction,
         ring_attention=ring,
+        engine=engine,
         notes=tuple(notes),
     )
 
@@ -501,7 +532,8 @@ _TOP_KEYS = (
     "schema_version", "model", "cluster", "graph_fingerprint", "cluster_fingerprint", "precision", "optimizer",
     "global_batch", "mesh", "devices", "micro_batch", "num_microbatches", "schedule", "step_seconds", "bubble",
     "peak_bytes", "capacity_bytes", "fits", "gap", "mfu", "parts_seconds", "notes", "inputs", "stages", "shardings",
-    "ring_attention", "measured_share",
+    "ring_attention", "measured_share", "forward_seconds", "corrections", "engine",
+    *_INTERVAL_KEYS,
 )  # fmt: skip
 
 

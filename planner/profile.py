@@ -192,7 +192,38 @@ class TopologyRow:
         return f"{self.first} {self.second}"
 
 
-Row = OperatorRow | BlockRow | CollectiveRow | OverlapRow | OptimizerRow | CopyRow | TopologyRow
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunRow:
+    """What training by a plan took, term by term, and what the terms are priced at without any such row.
+
+    `graph` is the model's fingerprint, `way` a digest of the plan's choices; `mesh` is as `str(Mesh)`.
+    """
+
+    graph: str
+    way: str
+    name: str  # of the model, for people
+    mesh: str
+    micro_batch: int
+    num_microbatches: int
+    forward_seconds: float
+    backward_seconds: float
+    collectives_seconds: float
+    optimizer_seconds: float
+    forward_priced_seconds: float
+    backward_priced_seconds: float
+    collectives_priced_seconds: float
+    optimizer_priced_seconds: float
+    step_seconds: float
+    spread: float
+    repeats: int
+
+    @property
+    def key(self) -> str:
+        """What it is looked up by."""
+        return f"{self.graph[:16]} {self.way}"
+
+
+Row = OperatorRow | BlockRow | CollectiveRow | OverlapRow | OptimizerRow | CopyRow | TopologyRow | RunRow
 _TABLES: Mapping[str, type[Any]] = {
     "operators": OperatorRow,
     "blocks": BlockRow,
@@ -201,6 +232,7 @@ _TABLES: Mapping[str, type[Any]] = {
     "optimizers": OptimizerRow,
     "copies": CopyRow,
     "topology": TopologyRow,
+    "runs": RunRow,
 }
 
 
@@ -216,6 +248,7 @@ class Profile:
     optimizers: tuple[OptimizerRow, ...] = ()
     copies: tuple[CopyRow, ...] = ()
     topology: tuple[TopologyRow, ...] = ()
+    runs: tuple[RunRow, ...] = ()
 
     @cached_property
     def operator_seconds(self) -> Mapping[str, float]:
@@ -300,14 +333,14 @@ class Profile:
         faults: list[str] = []
         known = {"schema_version", "units", "machine", *_TABLES}
         faults += [f"{key[:40]!r} is no key of a profile" for key in data if key not in known]
-        machine = _read_row(Machine, data.get("machine"), "machine", faults)
+        machine = read_row(Machine, data.get("machine"), "machine", faults)
         tables: dict[str, Any] = {}
         for name, kind in _TABLES.items():
             rows = data.get(name, [])
             if not isinstance(rows, list):
                 faults.append(f"{name} must be a list")
                 continue
-            tables[name] = tuple(_read_row(kind, row, f"{name}[{i}]", faults) for i, row in enumerate(rows))
+            tables[name] = tuple(read_row(kind, row, f"{name}[{i}]", faults) for i, row in enumerate(rows))
         if faults:
             more = f"; and {len(faults) - 5} more" if len(faults) > 5 else ""
             raise ProfileError(f"{origin} is no profile: {'; '.join(faults[:5])}{more}")
@@ -559,7 +592,7 @@ def _operator_key(op: str, phase: str, operands: Sequence[str], flop: float) -> 
     return f"{phase} {op} {' '.join(operands)} {flop:.6g}"
 
 
-def _read_row(kind: type[Any], value: object, path: str, faults: list[str]) -> Any:
+def read_row(kind: type[Any], value: object, path: str, faults: list[str]) -> Any:
     """One row by the types of its fields; None, and the faults, where it is none."""
     if not isinstance(value, Mapping):
         faults.append(f"{path} is missing" if value is None else f"{path} must be an object")

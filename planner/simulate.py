@@ -49,6 +49,7 @@ class Stage:
     send_seconds: float = 0.0
     start_seconds: float = 0.0  # before the first pass
     exposed_seconds: float = 0.0  # of forward and backward, communication that is not hidden
+    exposed_forward_seconds: float = 0.0  # of that, in the forward pass
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -65,13 +66,15 @@ class Simulation:
     """One step. `parts_seconds` are means over the stages and add up to the step.
 
     `bubble` is the share of the step in which the mean stage waits for others. `sync` holds what is
-    exposed once a step: gathers, gradient reduction, tied gradients, norm.
+    exposed once a step: gathers, gradient reduction, tied gradients, norm. Of `compute`, `forward_seconds` are in
+    forward passes that are not recomputation.
     """
 
     step_seconds: float
     bubble: float
     peak_bytes: tuple[float, ...]
     parts_seconds: tuple[tuple[str, float], ...]
+    forward_seconds: float
     events: tuple[Event, ...]
 
 
@@ -117,6 +120,9 @@ def simulate(
         bubble=parts["bubble"] / step if step else 0.0,
         peak_bytes=peak_bytes(costs, stages),
         parts_seconds=tuple((name, parts[name]) for name in PARTS),
+        forward_seconds=mean
+        * costs.num_microbatches
+        * sum(stage.forward_seconds - stage.exposed_forward_seconds for stage in passes),
         events=pipeline.events,
     )
 
@@ -134,6 +140,8 @@ def peak_bytes(costs: Costs, stages: Sequence[Sequence[tuple[int, int]]]) -> tup
                 in_flight=int(costs.in_flight[p]),
                 boundary_bytes=costs.boundary_bytes(p, part[0][0], part[-1][0] + 1),
                 sync_at_end=costs.sync_at_end(costs.strategies[part[0][1]].zero),
+                gradients=None if costs.gradient_bytes is None else costs.gradient_bytes[at],
+                num_microbatches=costs.num_microbatches,
             )
         )
     return tuple(result)
@@ -232,6 +240,7 @@ def _stage(costs: Costs, part: Sequence[tuple[int, int]]) -> Stage:
         send_seconds=float(costs.hop_seconds[end - 1]) if end <= len(costs.hop_seconds) else 0.0,
         start_seconds=float(costs.gather_seconds[at].sum()),
         exposed_seconds=float(costs.exposed_seconds[at].sum()),
+        exposed_forward_seconds=float(costs.exposed_forward_seconds[at].sum()),
     )
 
 

@@ -298,6 +298,7 @@ def test_the_json_of_plan_has_the_published_shape(cli, folder):
     keys = [(p["mesh"]["pp"], p["micro_batch"], p["schedule"], *p["mesh"].values()) for p in data["plans"]]
     assert len(set(keys)) == 3
     assert data["plans"][0].pop("rank") == 1
+    assert data["plans"][0].pop("tied_with_first") is False
     assert Plan.load("plan.json").to_dict() == data["plans"][0]
 
 
@@ -495,10 +496,13 @@ def test_the_options_are_frozen():
     always = ["--help", "--json", "--verbose", "-h"]
 
     assert found == {
-        "plan": sorted([*always, *planning, "--any-machine", "--cluster", "--out", "--profile", "--top", "MODEL"]),
+        "plan": sorted(
+            [*always, *planning, "--any-machine", "--cluster", "--engine", "--out", "--profile", "--top", "MODEL"]
+        ),
         "trace": sorted([*always, "--device", "--precision", "--seq", "MODEL"]),
         "show": sorted([*always, "--sharding", "PLAN"]),
         "diff": sorted([*always, "OTHER", "PLAN"]),
+        "audit": sorted([*always, "--any-machine", "--update-profile", "PLAN", "RUN"]),
         "run": sorted(
             [
                 *always,
@@ -514,6 +518,7 @@ def test_the_options_are_frozen():
                 "--nproc",
                 "--plan",
                 "--profile",
+                "--record",
                 "--seed",
                 "--steps",
                 "--weights",

@@ -10,6 +10,7 @@ import torch
 from planner.cluster import Cluster
 from planner.errors import ClusterError
 from planner.measure import local as measure
+from planner.runtime.machine import num_cores
 from tests.command_line import TWO_CORES
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -22,7 +23,7 @@ def cache(tmp_path, monkeypatch):
     """The machine is measured already: `local` is the cluster of the tests."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     monkeypatch.delenv("AUTOPLAN_CACHE", raising=False)
-    for num_processes in {1, 2, measure.num_cores()}:
+    for num_processes in {1, 2, num_cores()}:
         path = measure._cache_path(num_processes)
         path.parent.mkdir(exist_ok=True, parents=True)
         path.write_text(Cluster.load(TWO_CORES).to_json())

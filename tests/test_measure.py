@@ -13,6 +13,8 @@ from planner.cluster import Cluster
 from planner.collectives import all_reduce_seconds, axis_group, send_recv_seconds
 from planner.errors import ClusterError
 from planner.measure import local as measure
+from planner.measure.wrappers import OPTIMIZERS
+from planner.runtime.machine import num_cores
 
 # What one rank measured: [(size, seconds)], sizes in FLOP or bytes.
 RANK = {
@@ -31,8 +33,17 @@ RANK = {
     "all_gather": [[4096, 1e-4], [1e7, 1e-2]],
     "reduce_scatter": [[4096, 1e-4], [1e7, 1e-2]],
     "send_recv": [[4096, 1e-4], [1e7, 1e-2]],
-    "wrapper": [[1, 2.3e-3]],
+    "hooks": [[1, 2e-4], [8, 3e-4]],
+    "gather": [[1, 5e-4], [8, 6.4e-4]],
+    "reduce": [[1, 4e-4], [8, 3.9e-4]],
+    "message": [[1, 1e-4]],
     "pass": [[1, 1e-3]],
+    # 1e-9 s for a byte, 30 us for each of 16 tensors, 250 us if they are sharded.
+    **{
+        f"optimizer_{name}": [[65536, 16 * 30e-6 + 65536e-9], [16777216, 16 * 30e-6 + 16777216e-9]]
+        for name in OPTIMIZERS
+    },
+    **{f"sharded_{name}": [[32768, 16 * 250e-6 + 32768e-9]] for name in OPTIMIZERS},
 }
 
 
@@ -66,9 +77,30 @@ def test_collectives_are_priced_as_they_were_measured():
     assert send_recv_seconds(1e7, group) == pytest.approx(1e-2, rel=1e-3)
 
 
-def test_the_wrapper_is_what_the_collectives_do_not_explain():
-    # 2.3 ms per block, less two gathers and a scatter of 0.1 ms, over two passes.
-    assert measure._cpu_cluster(2, [RANK, RANK]).device.wrapper_seconds == pytest.approx(1e-3)
+def test_fsdp_costs_hooks_in_each_pass_and_its_own_code_around_each_collective():
+    device = measure._cpu_cluster(2, [RANK, RANK]).device
+
+    assert device.wrapper_seconds == pytest.approx(3e-4)
+    assert device.sharding_seconds is not None
+    assert tuple(device.sharding_seconds) == pytest.approx((4.8e-4, 2e-5, 4e-4, 0.0))  # more tensors never cost less
+    assert measure._cpu_cluster(1, [RANK]).device.sharding_seconds is None
+
+
+def test_an_optimizer_takes_its_time_for_bytes_and_for_tensors_and_more_for_sharded_ones():
+    device = measure._cpu_cluster(2, [RANK, RANK]).device
+
+    assert device.optimizer_seconds is not None
+    assert set(device.optimizer_seconds) == set(OPTIMIZERS)
+    assert tuple(device.optimizer_seconds["adamw"]) == pytest.approx((1e-9, 30e-6, 250e-6), rel=1e-3)
+    again = Cluster.from_dict(json.loads(measure._cpu_cluster(2, [RANK, RANK]).to_json()))
+    assert again.device.optimizer_seconds == device.optimizer_seconds
+    assert again.device.sharding_seconds == device.sharding_seconds
+
+
+def test_small_products_are_not_faster_than_large_ones():
+    glitch = {**RANK, "matmul_float32": [[1e3, 1e-10], [1e6, 1e-4], [1e9, 1e-2]]}
+
+    assert measure._cpu_cluster(1, [glitch]).device.peak_flop_per_second["float32"] == pytest.approx(1e11)
 
 
 def test_a_pass_of_a_pipeline_is_what_its_message_and_its_block_do_not_explain():
@@ -192,7 +224,7 @@ def test_counts_that_cannot_be_are_refused():
 
 
 def test_this_machine_has_cores_and_memory():
-    assert measure.num_cores() >= 1
+    assert num_cores() >= 1
     assert measure.available_bytes() > 10**8
 
 

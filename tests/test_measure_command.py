@@ -9,9 +9,9 @@ from planner import cli, cli_measure
 from planner.cli_measure import default_path, usable_profile
 from planner.cluster import Cluster
 from planner.errors import ProfileError
-from planner.measure.machine import torch_release
 from planner.plan import Plan
 from planner.profile import Profile
+from planner.runtime.machine import torch_release
 from planner.search.measuring import local_measuring
 from tests.test_measure_operators import MACHINE, TWO_CORES, fake_rows
 from tests.test_profile import collective_row

@@ -228,3 +228,25 @@ def test_fsdp2_holds_what_is_predicted_byte_for_byte(num_ranks, tmp_path):
         for (zero, precision, m), held in zip(CASES, found, strict=True):
             if num_ranks > 1 or (zero == 0 and precision == "bf16"):
                 assert held == predicted(zero, num_ranks, precision, m), (zero, precision, m)
+
+
+def test_gradients_are_there_from_the_first_backward_pass_on():
+    """By hand: two blocks of state 100 with gradients 40, activations 30 and 50, nothing else."""
+    none = np.zeros(2)
+    quiet = Working(
+        gathered=none, gradient=none, reduce_input=none, reduction=none, forward=none, backward=np.array([0.0, 5.0])
+    )
+    state, activation, gradients = np.full(2, 100.0), np.array([30.0, 50.0]), np.full(2, 40.0)
+
+    def peak(num_microbatches: int, in_flight: int = 1) -> float:
+        return stage_peak_bytes(
+            state, activation, quiet, in_flight=in_flight, boundary_bytes=0.0, gradients=gradients,
+            num_microbatches=num_microbatches,
+        )  # fmt: skip
+
+    # The last block's backward: all is saved, and of the gradients only its own.
+    assert peak(1) == 200 - 40 + 30 + 50 + 5
+    # A second micro-batch finds all gradients of the first.
+    assert peak(2) == 200 + 30 + 50 + 5
+    # GPipe of 2: both saved and one block's gradients, or one saved and all gradients.
+    assert peak(2, in_flight=2) == max(200 - 40 + 80 + 85, 200 + 85)

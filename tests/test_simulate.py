@@ -212,7 +212,8 @@ def synthetic(num_stages, num_blocks, m, schedule):
     return Costs(
         mesh=Mesh(pp=num_stages, dp_shard=2), micro_batch=1, num_microbatches=m, schedule=schedule, precision="bf16",
         optimizer="adamw", strategies=(Strategy(1, 0), Strategy(1, 1)),
-        forward_seconds=one, backward_seconds=one * [2.0, 3.0], exposed_seconds=none, gather_seconds=none,
+        forward_seconds=one, backward_seconds=one * [2.0, 3.0], exposed_seconds=none, exposed_forward_seconds=none,
+        gather_seconds=none,
         reduce_seconds=none, optimizer_seconds=none, tie_seconds=none, state_bytes=none, activation_bytes=none,
         transient_bytes=none, working=Working(**dict.fromkeys(names, none)), hop_seconds=np.zeros(num_blocks - 1),
         hop_bytes=np.zeros(num_blocks - 1), prelude_seconds=0.0, pass_seconds=0.0, prelude_bytes=0.0, input_bytes=0.0,

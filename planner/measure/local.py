@@ -24,19 +24,40 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from torch import nn
 
-from planner.cluster import Cluster, Curve, Device, Link, Slowdown, all_devices, device_named, link_named
+from planner.cluster import (
+    Cluster,
+    Curve,
+    Device,
+    Link,
+    OptimizerSeconds,
+    ShardingSeconds,
+    Slowdown,
+    all_devices,
+    device_named,
+    link_named,
+)
 from planner.errors import ClusterError
 from planner.measure.processes import Worker, end_with_parent, forward_lines, last_line, say, start_process, stop
+from planner.measure.wrappers import (
+    FEW_TENSORS,
+    MANY_TENSORS,
+    OPTIMIZER_TENSORS,
+    OPTIMIZERS,
+    message_seconds,
+    optimizer_rows,
+    pipeline_seconds,
+    wrapper_rows,
+)
+from planner.runtime.machine import cpu_model, num_cores
 
 _log = logging.getLogger(__name__)
 
-_FORMAT = 5  # changes with the meaning of a cached number
+_FORMAT = 6  # changes with the meaning of a cached number
 _MAX_PROCESSES = 16
 _TIMEOUT_SECONDS = 90.0
 _WAIT_SECONDS = 120.0  # of ranks for the first one, which measures
-_STEPS = ("start", "matmul", "memory", "dispatch", "attention", "convolution", "gloo", "wrapper")
+_STEPS = ("start", "matmul", "memory", "dispatch", "attention", "convolution", "optimizer", "gloo", "wrapper")
 _SOURCE = "measured here with all processes busy"
 CPU_VARIABLES = {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}  # of a rank on one core
 
@@ -96,15 +117,6 @@ def _measured_by_first_rank(path: Path) -> Cluster:
         f"the first rank measured nothing in {_WAIT_SECONDS:.0f} s, or could not write {path}; "
         "run autoplan cluster local before"
     )
-
-
-def num_cores() -> int:
-    """Cores that this process may use: its affinity, or less if its control group says so."""
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
-    with contextlib.suppress(OSError, ValueError):
-        quota, period = Path("/sys/fs/cgroup/cpu.max").read_text(encoding="ascii").split()
-        cores = min(cores or 1, max(1, int(quota) // int(period)))  # "max" has no limit
-    return max(1, cores or 1)
 
 
 def available_bytes() -> int:
@@ -231,9 +243,11 @@ def _cpu_cluster(num_processes: int, ranks: Sequence[Mapping[str, object]]) -> C
         },
         kernel_launch_seconds=0.0,
         dispatch_seconds=_rounded(slowest["dispatch"][0][1]),
-        wrapper_seconds=_rounded(_wrapper_seconds(slowest, gloo, num_processes)),
+        wrapper_seconds=_rounded(max(seconds for _, seconds in slowest["hooks"])) if num_processes > 1 else 0.0,
         block_seconds=_rounded(max(0.0, slowest["block"][0][1] - slowest["dispatch"][0][1])),
         pass_seconds=_rounded(_pass_seconds(slowest, num_processes)),
+        sharding_seconds=_sharding_seconds(slowest, num_processes),
+        optimizer_seconds=_optimizer_seconds(slowest),
         synchronous_dispatch=True,
         # The ranks have one core each: what gloo's threads take is taken from computing.
         overlap_slowdown={"gloo": Slowdown(2.0, 2.0)},
@@ -282,8 +296,12 @@ def _rates(rows: Sequence[tuple[float, float]]) -> list[tuple[float, float]]:
 
 
 def _steady(rates: Sequence[tuple[float, float]]) -> list[tuple[float, float]]:
-    """Rates that do not fall with size: more work in one operation is not slower on a core, other programs are."""
-    best = itertools.accumulate((rate for _, rate in rates), max)
+    """Rates that do not fall with size: more work in one operation is not slower on a core, other programs are.
+
+    Nor are small ones faster than the largest: they last hardly longer than the call that is taken off them.
+    """
+    most = max(rate for _, rate in rates[-2:])
+    best = itertools.accumulate((min(rate, most) for _, rate in rates), max)
     return [(size, rate) for (size, _), rate in zip(rates, best, strict=True)]
 
 
@@ -327,22 +345,38 @@ def _gloo_link(num_processes: int, slowest: Mapping[str, list[tuple[float, float
     )
 
 
-def _wrapper_seconds(slowest: Mapping[str, list[tuple[float, float]]], gloo: Link, num_processes: int) -> float:
-    """Python's share of fully_shard, per block and pass: what its collectives do not explain."""
+def _sharding_seconds(slowest: Mapping[str, list[tuple[float, float]]], num_processes: int) -> ShardingSeconds | None:
+    """The share of a collective that FSDP2's own code takes: of the call, and of each tensor."""
     if num_processes == 1:
-        return 0.0
-    small = {name: slowest[name][0][1] for name in ("all_gather", "reduce_scatter")}
-    # Forward and backward each gather, backward also scatters; two passes.
-    collectives = 2 * small["all_gather"] + small["reduce_scatter"]
-    return max((slowest["wrapper"][0][1] - collectives) / 2, gloo.launch_seconds / 10)
+        return None
+    found = []
+    for name in ("gather", "reduce"):
+        few, many = (seconds for _, seconds in slowest[name])
+        each = max(0.0, many - few) / (MANY_TENSORS - FEW_TENSORS)
+        found += [_rounded(max(0.0, few - FEW_TENSORS * each)), _rounded(each)]
+    return ShardingSeconds(*found)
 
 
 def _pass_seconds(slowest: Mapping[str, list[tuple[float, float]]], num_processes: int) -> float:
-    """The schedule's share of a pass: what messages, operations and the block's call do not explain."""
+    """The schedule's share of a pass: what posting a message and the block's call do not explain."""
     if num_processes == 1:
         return 0.0
-    explained = slowest["send_recv"][0][1] + slowest["block"][0][1]
+    explained = slowest["message"][0][1] + slowest["block"][0][1]
     return max(slowest["pass"][0][1] - explained, slowest["pass"][0][1] / 10)
+
+
+def _optimizer_seconds(slowest: Mapping[str, list[tuple[float, float]]]) -> dict[str, OptimizerSeconds]:
+    """The line through few and many elements, and what a tensor takes that is sharded."""
+    found = {}
+    for name in OPTIMIZERS:
+        (few_bytes, few), (many_bytes, many) = slowest[f"optimizer_{name}"]
+        per_byte = max(0.0, many - few) / (many_bytes - few_bytes)
+        per_tensor = max(0.0, few - per_byte * few_bytes) / OPTIMIZER_TENSORS
+        per_sharded = per_tensor
+        for num_bytes, seconds in slowest.get(f"sharded_{name}", []):
+            per_sharded = max(per_tensor, (seconds - per_byte * num_bytes) / OPTIMIZER_TENSORS)
+        found[name] = OptimizerSeconds(_rounded(per_byte), _rounded(per_tensor), _rounded(per_sharded))
+    return found
 
 
 def _rounded(value: float) -> float:
@@ -419,12 +453,15 @@ def _work(rank: int, num_processes: int, folder: str) -> None:
     result.update(_attention_rows())
     say("convolution")
     result["convolution"] = _convolution_rows()
+    say("optimizer")
+    result.update(optimizer_rows(num_processes))
     if num_processes > 1:
         say("gloo")
         result.update(_collective_rows(rank, num_processes))
         say("wrapper")
-        result["wrapper"] = [(1, _fully_shard_seconds(num_processes))]
-        result["pass"] = [(1, _pipeline_seconds(rank, num_processes))]
+        result.update(wrapper_rows(num_processes))
+        result["message"] = [(1, message_seconds(rank, num_processes))]
+        result["pass"] = [(1, pipeline_seconds(rank, num_processes))]
     dist.barrier()
     say(json.dumps(result))
     dist.destroy_process_group()
@@ -438,16 +475,19 @@ def _resident_bytes() -> int:
 
 
 def _work_seconds(work: Callable[[], object], budget_seconds: float = 0.1) -> float:
-    """Typical seconds of `work`, begun by all ranks at once, repeated for the time given."""
+    """Typical seconds of `work`, begun by all ranks at once, repeated for the time given.
+
+    Those of this thread: what other programs take of the core does not count.
+    """
     work()
     work()
     dist.barrier()
     times: list[float] = []
     end = time.perf_counter() + budget_seconds
     while len(times) < 5 or (time.perf_counter() < end and len(times) < 1000):
-        start = time.perf_counter()
+        start = time.thread_time()
         work()
-        times.append(time.perf_counter() - start)
+        times.append(time.thread_time() - start)
     return _typical(times)
 
 
@@ -552,33 +592,6 @@ def _block_seconds() -> float:
     return _work_seconds(work, 0.2) / (2 * len(blocks))
 
 
-def _pipeline_seconds(rank: int, num_processes: int) -> float:
-    """Seconds of one pass of one micro-batch through a stage that does next to nothing."""
-    from torch.distributed.pipelining import PipelineStage, Schedule1F1B
-
-    num_microbatches = 4 * num_processes
-    sample = torch.ones(1, 4, requires_grad=True)
-    is_first, is_last = rank == 0, rank == num_processes - 1
-    stage = PipelineStage(
-        nn.Linear(4, 4), rank, num_processes, torch.device("cpu"),
-        input_args=(sample,), output_args=(sample,),
-    )  # fmt: skip
-    schedule = Schedule1F1B(stage, num_microbatches, loss_fn=lambda out, _: out.sum(), scale_grads=False)
-    data = torch.ones(num_microbatches, 4)
-
-    def work() -> None:
-        schedule.step(*([data] if is_first else []), target=data if is_last else None, return_outputs=False)
-
-    times = []
-    for _ in range(6):
-        dist.barrier()
-        start = time.perf_counter()
-        work()
-        times.append(time.perf_counter() - start)
-    turns = num_microbatches + num_processes - 1  # of a forward and a backward pass each
-    return _typical(times[1:]) / (2 * turns)
-
-
 def _attention_rows() -> dict[str, object]:
     forward_rows, backward_rows = [], []
     for length in (128, 512):
@@ -662,33 +675,6 @@ def _pass_round(data: torch.Tensor, rank: int, num_processes: int) -> None:
         pending.wait()
 
 
-def _fully_shard_seconds(num_processes: int) -> float:
-    """Seconds that fully_shard adds to one small block's forward and backward, with collectives."""
-    from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.fsdp import fully_shard
-
-    num_blocks, width = 4, 32
-    mesh = init_device_mesh("cpu", (num_processes,))
-    data = torch.ones(2, width)
-
-    def seconds(model: nn.Module) -> float:
-        times = []
-        for _ in range(8):
-            start = time.perf_counter()
-            model(data).sum().backward()
-            times.append(time.perf_counter() - start)
-            model.zero_grad()
-        return _typical(times[2:])
-
-    blocks = [nn.Linear(width, width) for _ in range(num_blocks)]
-    plain = seconds(nn.Sequential(*blocks))
-    for block in blocks:
-        fully_shard(block, mesh=mesh)
-    wrapped = nn.Sequential(*blocks)
-    fully_shard(wrapped, mesh=mesh)
-    return max(seconds(wrapped) - plain, 0.0) / num_blocks
-
-
 def _cache_is_on() -> bool:
     return os.environ.get("AUTOPLAN_CACHE", "").lower() not in ("off", "0", "no")
 
@@ -712,15 +698,6 @@ def _cache_path(num_processes: int) -> Path:
     folder = cache_folder()
     assert folder is not None
     return folder / f"local-{machine_digest(num_processes)}.json"
-
-
-def cpu_model() -> str:
-    """The processor's name."""
-    with contextlib.suppress(OSError):
-        for line in Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines():
-            if line.startswith(("model name", "CPU part")):
-                return line.split(":", 1)[1].strip()
-    return os.uname().machine
 
 
 def write_if_possible(path: Path, text: str) -> None:

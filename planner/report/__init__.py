@@ -1,5 +1,6 @@
 """What people see: plans as a table and as text, a cluster, a training run."""
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from itertools import groupby
@@ -11,7 +12,9 @@ from rich.table import Table
 from rich.text import Text
 
 from planner.cluster import Cluster
-from planner.plan import BlockPlan, CollectivePlan, Plan, RingAttention, ShardingPlan, StagePlan
+from planner.engine import STOCK
+from planner.interval import are_tied, known_difference, residuals
+from planner.plan import BlockPlan, CollectivePlan, Plan, Prediction, RingAttention, ShardingPlan, StagePlan
 from planner.profile import Profile
 from planner.shard.placement import Placement
 from planner.shard.words import layout_words
@@ -61,8 +64,11 @@ def describe_proof(plan: Plan) -> str:
     return "the best" if gap <= 1e-6 else f"within {gap:.2%} of the best"
 
 
-def ranking(plans: Sequence[Plan], *, cluster: Cluster) -> RenderableType:
-    """The ranked plans, the best of each configuration: 100 columns, up to thousands of devices."""
+def ranking(plans: Sequence[Plan], *, cluster: Cluster, tied: Sequence[bool] = ()) -> RenderableType:
+    """The ranked plans, the best of each configuration: 100 columns, up to thousands of devices.
+
+    Those that are `tied` with the first have a mark.
+    """
     first = plans[0]
     device = f"{cluster.num_devices} x {cluster.device.name}" if cluster.num_devices > 1 else cluster.device.name
     table = Table(
@@ -85,7 +91,7 @@ def ranking(plans: Sequence[Plan], *, cluster: Cluster) -> RenderableType:
         prediction = plan.prediction
         peak = format_bytes(max(prediction.peak_bytes))
         table.add_row(
-            str(rank),
+            f"{rank}=" if any(tied[rank - 1 : rank]) else str(rank),
             describe_layout(plan),
             str(plan.devices),
             describe_zero(plan),
@@ -101,7 +107,29 @@ def ranking(plans: Sequence[Plan], *, cluster: Cluster) -> RenderableType:
     over = [str(rank) for rank, plan in enumerate(plans, 1) if not plan.prediction.fits]
     if over:
         table.caption = Text(f"DOES NOT FIT in memory: {', '.join(over)}", style="red")
-    return table
+    lines = interval_lines(plans, tied)
+    return Group(table, *lines) if lines else table
+
+
+def interval_lines(plans: Sequence[Plan], tied: Sequence[bool] = ()) -> list[str]:
+    """How far the figures of ranked plans are to be trusted, and what that says of their order."""
+    first = plans[0].prediction
+    step = _off(first.step_seconds, first.step_seconds_low, first.step_seconds_high)
+    peak = _off(max(first.peak_bytes), first.peak_bytes_low, first.peak_bytes_high)
+    known = residuals("step", first.measured_share)
+    behind = f"{known.sources} published sources, each left out" if known.rows else "an estimate"
+    lines = [f"8 of 10 measured steps are {step} off ({behind}), peaks {peak}"] if step and peak else []
+    rivals = [plan.prediction for plan, is_tied in zip(plans, tied, strict=False) if is_tied]
+    if rivals:
+        most = max(math.expm1(known_difference(first, other)) for other in rivals)
+        lines.append(f"= tied with the first: steps predicted less than {most:.0%} apart may be in the other order")
+    return lines
+
+
+def _off(predicted: float, low: float | None, high: float | None) -> str:
+    if low is None or high is None or not predicted > 0:
+        return ""
+    return f"{low / predicted - 1:+.0%} to {high / predicted - 1:+.0%}"
 
 
 def search_text(
@@ -129,16 +157,25 @@ def plan_text(plan: Plan) -> str:
         f"  global batch {plan.global_batch} = {mesh.dp} data-parallel rank{'s' * (mesh.dp > 1)} x "
         f"{plan.num_microbatches} micro-batch{'es' * (plan.num_microbatches > 1)} of {plan.micro_batch}"
         + (f", schedule {plan.schedule}" if mesh.pp > 1 else ""),
-        f"  precision {plan.precision}, optimizer {plan.optimizer}",
+        f"  precision {plan.precision}, optimizer {plan.optimizer}"
+        + (f", times of {plan.engine}" if plan.engine != STOCK else ""),
         f"  step {format_seconds(prediction.step_seconds)}, MFU {prediction.mfu:.1%}"
         + (f", bubble {prediction.bubble:.1%}" if mesh.pp > 1 else "")
         + f"; {describe_proof(plan)} of its configuration",
     ]
+    if prediction.step_seconds_low is not None and prediction.step_seconds_high is not None:
+        low, high = format_seconds(prediction.step_seconds_low), format_seconds(prediction.step_seconds_high)
+        lines.append(f"  8 of 10 such steps take {low} to {high}{_peak_interval(prediction)}")
     if prediction.parts_seconds:
         parts = ", ".join(f"{name} {format_seconds(s)}" for name, s in prediction.parts_seconds if s > 0)
         lines.append(f"  of which {parts}")
     if prediction.measured_share > 0:
         lines.append(f"  {prediction.measured_share:.0%} of it rests on measured times, the rest on rates")
+    if prediction.corrections:
+        lines.append(
+            "  corrected by earlier runs: "
+            + ", ".join(f"{name} x {factor:.2f}" for name, factor in prediction.corrections)
+        )
     if not prediction.fits:
         over = max(prediction.peak_bytes) - prediction.capacity_bytes
         lines.append(f"  DOES NOT FIT: {format_bytes(over)} more than a device has")
@@ -150,6 +187,14 @@ def plan_text(plan: Plan) -> str:
         lines.append(f"  {ring_text(plan.ring_attention)}")
     lines += [f"  note: {note}" for note in plan.notes]
     return "\n".join(lines)
+
+
+def _peak_interval(prediction: Prediction) -> str:
+    low, high = prediction.peak_bytes_low, prediction.peak_bytes_high
+    if low is None or high is None:
+        return ""
+    over = ", which may not fit" if prediction.fits and high > prediction.capacity_bytes else ""
+    return f", with a peak of {format_bytes(low)} to {format_bytes(high)}{over}"
 
 
 def ring_text(ring: RingAttention) -> str:
@@ -253,6 +298,16 @@ def _stage_lines(stage: StagePlan) -> list[str]:
         names = first if len(blocks) == 1 else f"{first} .. {last}"
         lines.append(f"{count}: {choice}  ({names})")
     return lines
+
+
+def tie_text(here: Plan, there: Plan) -> str:
+    """Whether two plans for the same are tied; else nothing."""
+    same = ("model", "cluster_fingerprint", "graph_fingerprint", "global_batch", "precision", "optimizer", "engine")
+    one, other = here.prediction, there.prediction
+    if any(getattr(here, key) != getattr(there, key) for key in same) or not are_tied(one, other):
+        return ""
+    known = math.expm1(known_difference(one, other))
+    return f"the two are tied: steps predicted less than {known:.0%} apart may be in the other order"
 
 
 def difference(rows: Sequence[tuple[str, str, str]], here: str, there: str) -> RenderableType:

@@ -51,6 +51,7 @@ from planner.runtime.inputs import (
     tensors_of,
 )
 from planner.runtime.peers import Axes, Part
+from planner.runtime.phases import Phases
 from planner.runtime.random import RandomSource
 from planner.runtime.statistics import DataRanks, Recursion, Statistics
 from planner.runtime.zero import ShardedStage, Sharder, local
@@ -84,6 +85,7 @@ class Engine(Protocol):
 
     owned: list[Owned]
     random: RandomSource
+    phases: Phases
 
     def run(self, batch: object, scale: float = 1.0) -> torch.Tensor:
         """Forward and backward of one step; gradients of the loss times `scale` are added to those that are there.
@@ -181,6 +183,7 @@ class GraphEngine:
         self._losses: list[torch.Tensor] = []
         self._factor = 1.0  # of a micro-batch's loss in backward
         self.random = RandomSource(seed)
+        self.phases = Phases(device)
         self._data_ranks = DataRanks.of(mesh)
         part = axes.planned
         attributes = _Attributes(part.graph, tensors, device)
@@ -228,14 +231,15 @@ class GraphEngine:
         Raises:
             RunError: the batch does not fit, on all ranks alike; nothing was run then.
         """
-        fed, variant, samples = self._agreed(lambda: self._fed(batch))
-        shares = shared_out(
-            samples, self._data_ranks.rank, micro_batch=self.plan.micro_batch,
-            num_microbatches=self.plan.num_microbatches, needs_two=variant.graph.needs_two_samples,
-        )  # fmt: skip
-        tensors = tensors_of(variant.graph, fed)
-        micro_batches = split(variant.graph, tensors, shares.sizes)
-        weights = variant.weights.of(micro_batches, shares)
+        with self.phases.measured("data"):
+            fed, variant, samples = self._agreed(lambda: self._fed(batch))
+            shares = shared_out(
+                samples, self._data_ranks.rank, micro_batch=self.plan.micro_batch,
+                num_microbatches=self.plan.num_microbatches, needs_two=variant.graph.needs_two_samples,
+            )  # fmt: skip
+            tensors = tensors_of(variant.graph, fed)
+            micro_batches = split(variant.graph, tensors, shares.sizes)
+            weights = variant.weights.of(micro_batches, shares)
         self._losses.clear()
         self._factor = scale / len(micro_batches) * self.axes.loss_factor
         self._own_tied = self._without_tied_gradients()
@@ -246,8 +250,10 @@ class GraphEngine:
         if self.plan.mesh.pp == 1:
             for position, inputs in enumerate(micro_batches):
                 self.sharder.before_micro_batch(is_last=position == len(micro_batches) - 1)
-                loss = self.stage(**_keywords(inputs, weights[position]))
-                self._scaled(loss).backward()  # type: ignore[no-untyped-call]
+                with self.phases.measured("forward"):
+                    loss = self.stage(**_keywords(inputs, weights[position]))
+                with self.phases.measured("backward"):
+                    self._scaled(loss).backward()  # type: ignore[no-untyped-call]
         else:
             self._run_pipeline(variant, tensors, weights, shares)
         self._statistics.end(len(micro_batches))
@@ -574,6 +580,7 @@ class GraphEngine:
             group=self._pp_group,
         )
         stage.sharder = self.sharder
+        stage.phases = self.phases
         chunks = {
             f"{INPUT}{t}": _Replicate() if (dim := batch_dim(graph, t)) is None else TensorChunkSpec(dim)  # type: ignore[no-untyped-call]
             for t in graph.inputs

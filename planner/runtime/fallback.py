@@ -20,6 +20,7 @@ from planner.graph import Graph
 from planner.plan import Plan
 from planner.runtime.execute import Evaluated, Owned
 from planner.runtime.inputs import evaluation_sizes, exchanged, shared_out
+from planner.runtime.phases import Phases
 from planner.runtime.random import RandomSource, seeded
 from planner.runtime.statistics import DataRanks, ModuleStatistics
 from planner.runtime.unused import UsedParameters
@@ -56,6 +57,7 @@ class FallbackEngine:
         self._num_microbatches = plan.num_microbatches
         self._dtype = COMPUTE_DTYPES[plan.precision]
         self.random = RandomSource(seed)
+        self.phases = Phases(device)
         self._rank = data_ranks.rank
         self._why_no_graph = str(graph.fallbacks[0])
         self._input_names = {graph.tensors[index].name for index in graph.inputs}
@@ -90,7 +92,8 @@ class FallbackEngine:
         Raises:
             RunError: the batch does not fit, on all ranks alike; nothing was run then.
         """
-        samples = self._samples_everywhere(batch)
+        with self.phases.measured("data"):
+            samples = self._samples_everywhere(batch)
         shares = shared_out(
             samples, self._rank, micro_batch=self._micro_batch, num_microbatches=self._num_microbatches
         )  # fmt: skip
@@ -101,13 +104,15 @@ class FallbackEngine:
             self.sharder.before_micro_batch(is_last=position == len(shares.sizes) - 1)
             with seeded(draws[position].of_sample(0, 0), self._device):
                 try:
-                    loss = scalar_loss(call(self.model, inputs), inputs, self._loss_fn)
+                    with self.phases.measured("forward"):
+                        loss = scalar_loss(call(self.model, inputs), inputs, self._loss_fn)
                 except ModelError as error:
                     raise RunError(f"step: {error}") from error
                 loss = loss * (shares.sizes[position] * shares.num_microbatches / sum(samples))
                 losses.append(loss.detach().double())
                 loss = self._used.touch(loss, self._read)
-                (loss * (scale / len(shares.sizes))).backward()  # type: ignore[no-untyped-call]
+                with self.phases.measured("backward"):
+                    (loss * (scale / len(shares.sizes))).backward()  # type: ignore[no-untyped-call]
         self._statistics.end()
         return torch.stack(losses).mean()
 

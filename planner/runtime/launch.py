@@ -16,6 +16,7 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
+from planner.audit import RunRecord
 from planner.errors import RunError
 from planner.plan import Plan
 from planner.runtime import parent
@@ -31,6 +32,7 @@ class Training:
     """What was measured: loss of each step, seconds of a step (median), peak bytes of each rank.
 
     `check` is what the self-check before training found, in words; `expert_loads` the tokens of each expert by layer.
+    `record` has the phases of the steps; None if there were too few.
     """
 
     losses: tuple[float, ...]
@@ -38,6 +40,7 @@ class Training:
     peak_bytes: tuple[int, ...]
     check: str
     expert_loads: Mapping[str, list[int]] = field(default_factory=dict)
+    record: RunRecord | None = None
 
 
 class RankError(RunError):
@@ -89,6 +92,7 @@ def launch(job: Job, plan: Plan, on_step: Callable[[int, float, float], None]) -
             peak_bytes=tuple(result["peak_bytes"]),
             check=result["check"],
             expert_loads=result["expert_loads"],
+            record=None if (record := result["record"]) is None else RunRecord.from_dict(record),
         )
 
 
@@ -187,7 +191,12 @@ def _lost_a_partner(report: dict[str, Any]) -> bool:
 
 
 def _killed(log: str) -> tuple[int, int] | None:
-    """(rank, signal) of the first rank that a signal ended, from torchrun's summary."""
-    for match in re.finditer(r"^\s*rank\s*:\s*(\d+).*\n\s*exitcode\s*:\s*(-\d+)", log, re.MULTILINE):
-        return int(match[1]), -int(match[2])
-    return None
+    """(rank, signal) of the first rank that a signal ended, from torchrun's summary.
+
+    SIGTERM is what torchrun itself ends the other ranks with: one that had another signal died before.
+    """
+    found = [
+        (int(match[1]), -int(match[2]))
+        for match in re.finditer(r"^\s*rank\s*:\s*(\d+).*\n\s*exitcode\s*:\s*(-\d+)", log, re.MULTILINE)
+    ]
+    return min(found, key=lambda rank: rank[1] == signal.SIGTERM, default=None)

@@ -17,9 +17,12 @@ from torch import distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
+from planner.audit import RunRecord
+from planner.engine import STOCK
 from planner.errors import PlanError, RunError
 from planner.graph import Graph
 from planner.plan import Mesh, Plan, ShardingPlan
+from planner.profile import Machine
 from planner.runtime.check import CheckReport, check_everywhere
 from planner.runtime.execute import (
     Engine,
@@ -32,8 +35,10 @@ from planner.runtime.execute import (
 from planner.runtime.fallback import FallbackEngine
 from planner.runtime.initialise import Init
 from planner.runtime.inputs import Form, Inputs
+from planner.runtime.machine import this_machine
 from planner.runtime.optimizers import Optimizer, check_elementwise, named_optimizer
 from planner.runtime.peers import Axes, replicated
+from planner.runtime.phases import Phases, save_record
 from planner.runtime.samples import nested
 from planner.runtime.statistics import DataRanks
 from planner.runtime.weight_files import GivenWeights
@@ -124,15 +129,17 @@ class Trainer:
         Raises:
             RunError: the batch does not fit the plan.
         """
+        self.phases.begin(anew=True)
         self.zero_grad()
         loss = self._run(batch, 1.0)
-        # One collective for both: the last stages' mean losses, everyone's squared gradient norm.
-        totals = torch.stack([self._share_of(loss), self._squared_norm()])
-        dist.all_reduce(totals)
-        mean_loss, squared = totals.tolist()
-        self._note_norm(squared)
-        if self._max_grad_norm is not None:
-            self._clip(self._max_grad_norm)
+        with self.phases.measured("sync"):
+            # One collective for both: the last stages' mean losses, everyone's squared gradient norm.
+            totals = torch.stack([self._share_of(loss), self._squared_norm()])
+            dist.all_reduce(totals)
+            mean_loss, squared = totals.tolist()
+            self._note_norm(squared)
+            if self._max_grad_norm is not None:
+                self._clip(self._max_grad_norm)
         self.optimizer_step()
         return float(mean_loss)
 
@@ -145,9 +152,11 @@ class Trainer:
         Raises:
             RunError: the batch does not fit the plan.
         """
+        self.phases.begin()
         loss = self._share_of(self._run(batch, scale))
-        dist.all_reduce(loss)
-        return loss.item()
+        with self.phases.measured("sync"):
+            dist.all_reduce(loss)
+            return loss.item()
 
     def clip_grad_norm_(self, max_norm: float) -> float:
         """Clip the gradients of the whole model as `torch.nn.utils.clip_grad_norm_` does; a collective.
@@ -155,16 +164,55 @@ class Trainer:
         Returns:
             The norm before clipping, over all ranks and stages; a shared parameter counts once.
         """
-        squared = self._squared_norm()
-        dist.all_reduce(squared)
-        self._note_norm(squared.item())
-        self._clip(max_norm)
+        with self.phases.measured("sync"):
+            squared = self._squared_norm()
+            dist.all_reduce(squared)
+            self._note_norm(squared.item())
+            self._clip(max_norm)
         return self.grad_norm
 
     def optimizer_step(self) -> None:
         """`optimizer.step()`, on ranks that have parameters to train."""
-        if self.optimizer is not None:
-            self.optimizer.step()
+        with self.phases.measured("optimizer"):
+            if self.optimizer is not None:
+                self.optimizer.step()
+        self.phases.finish()
+
+    @property
+    def phases(self) -> Phases:
+        """The timers of this rank; `phases.sample(range(10, 13))` names steps that run under torch's profiler.
+
+        A step is one of `step`, or from `forward_backward` to the end of `optimizer_step`.
+        """
+        return self.engine.phases
+
+    def record(
+        self,
+        path: str | Path | None = None,
+        *,
+        peak_bytes: float | None = None,
+        memory_kind: str = "",
+        machine: Machine | None = None,
+    ) -> RunRecord:
+        """What the steps so far took on all ranks, phase by phase; every rank must call it.
+
+        Rank 0 writes it to `path`, if there is one, for `autoplan audit`. Without sampled steps (`phases.sample`) it
+        does not tell communication from computing. `peak_bytes` of this rank are by default what CUDA's allocator
+        says, on a CPU unknown.
+
+        Raises:
+            RunError: no step beyond warm-up was run, or the file cannot be written.
+        """
+        if peak_bytes is None and self.device.type == "cuda":
+            peak_bytes, memory_kind = float(torch.cuda.max_memory_allocated(self.device)), "allocated"
+        record = self.phases.record(
+            self.plan, peak_bytes=peak_bytes, memory_kind=memory_kind, machine=machine or this_machine(
+                "cuda" if self.device.type == "cuda" else "cpu", dist.get_world_size()
+            ),
+        )  # fmt: skip
+        if path is not None:
+            save_record(record, path)
+        return record
 
     def zero_grad(self) -> None:
         """Forget the gradients of this rank's parameters."""
@@ -187,9 +235,10 @@ class Trainer:
     def _run(self, batch: object, scale: float) -> torch.Tensor:
         """Forward and backward; this rank's part of the mean loss."""
         loss = self.engine.run(batch, scale)
-        self.engine.after_backward()
-        self.engine.sum_partial()
-        self.engine.sum_tied()
+        with self.phases.measured("sync"):
+            self.engine.after_backward()
+            self.engine.sum_partial()
+            self.engine.sum_tied()
         return loss
 
     def _share_of(self, loss: torch.Tensor) -> torch.Tensor:
@@ -360,6 +409,8 @@ def apply_plan(
     with together():
         values = Values(model, weights=weights, seed=seed, init=init, device=device)
     values.check_equal_everywhere()
+    if plan.engine != STOCK:
+        _log.warning("the plan is priced for %s; it runs by stock PyTorch, which takes another time", plan.engine)
     if graph.not_separable and plan.num_microbatches * plan.mesh.dp > 1:
         _log.warning("%s: training equals one device with the same micro-batches", graph.not_separable)
     if graph.fallbacks and plan.num_microbatches * plan.mesh.dp > 1:

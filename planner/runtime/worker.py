@@ -4,16 +4,15 @@ Started by torchrun with the path of a job file. Rank 0 appends one JSON line pe
 `events.jsonl` in the job's folder; a rank that fails leaves `error-RANK.json`.
 """
 
-import contextlib
 import json
 import os
-import statistics
 import sys
 import sysconfig
 import time
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -23,19 +22,20 @@ import torch.distributed as dist
 from planner.errors import ModelError, PlanError, PlannerError, RunError
 from planner.graph import Graph, Ref
 from planner.plan import Plan
+from planner.profile import Machine
+from planner.runtime.allocated import with_peak
 from planner.runtime.optimizers import Optimizer
 from planner.runtime.parent import die_with_parent
+from planner.runtime.phases import last_steps
 from planner.runtime.trainer import apply_plan
 from planner.shard.loads import expert_layers
 from planner.trace import leaves, map_leaves, trace
 from planner.zoo.load import LoadedModel, load_function, load_model
 from planner.zoo.text import TEXT_VOCABULARY, continued_text_batch, masked_text_batch, random_batch, text_batch
 
-_WARM_UP_STEPS = 3  # first steps allocate and compile; they are not what a step takes
 _MOST_CPU_RANKS = 64
 _LARGE_MODEL_PARAMETERS = 10**9  # from here on no rank holds the whole model
-_STATUS = Path("/proc/self/status")
-_CLEAR_REFS = Path("/proc/self/clear_refs")
+_MEMORY_STEP = 1  # the second, of warm-up: optimizer states are there
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,6 +51,7 @@ class Job:
     check: bool | Literal["replicate"] = True
     weights: str | None = None  # a directory or file
     needs_experts: bool = False  # to count their tokens
+    machine: Mapping[str, Any] | None = None  # a `Machine`, for the record
     folder: str = ""  # the launcher's: the plan is there, events and errors go there
 
     def dumps(self) -> str:
@@ -61,6 +62,11 @@ class Job:
 def device_kind() -> Literal["cuda", "cpu"]:
     """What this machine trains on: `cuda` or `cpu`."""
     return "cuda" if torch.cuda.is_available() else "cpu"
+
+
+def memory_kind() -> str:
+    """What the peak bytes of a rank are."""
+    return "allocated" if device_kind() == "cuda" else "allocated by torch"
 
 
 def num_local_devices() -> int:
@@ -136,8 +142,6 @@ def _train(job: Job, folder: Path, rank: int) -> None:
     if job.needs_experts and not expert_layers(graph):
         raise PlanError(f"{plan.model} has no grouped products of experts to count; leave out --count-experts")
     dist.init_process_group("nccl" if device_kind() == "cuda" else "gloo")
-    _import_the_rest()
-    baseline_bytes = _resident_bytes()
     batches = _batches(job, loaded, graph, plan)
     first = next(batches)
     trainer = apply_plan(
@@ -152,24 +156,38 @@ def _train(job: Job, folder: Path, rank: int) -> None:
         batch=first,
     )
     del loaded
-    _reset_peak()
+    if device_kind() == "cuda":
+        torch.cuda.reset_peak_memory_stats()
     seconds = []
+    peak = 0
+    sampled = last_steps(job.steps)
+    trainer.phases.sample(sampled)
     with (folder / "events.jsonl").open("a", encoding="utf-8") if rank == 0 else _nowhere() as events:
         for step in range(job.steps):
             batch = _part_of(next(batches) if step else first, trainer.data_rank, trainer.data_world, plan.global_batch)
             start = time.perf_counter()
-            loss = trainer.step(batch)
+            if device_kind() == "cpu" and step == min(_MEMORY_STEP, job.steps - 1):
+                trainer.zero_grad()
+                loss, peak = with_peak(partial(trainer.step, batch))
+            else:
+                loss = trainer.step(batch)
             seconds.append(time.perf_counter() - start)
             events.write(json.dumps({"step": step, "loss": loss, "seconds": seconds[-1]}) + "\n")
             events.flush()
-    peak = _peak_bytes(baseline_bytes)
+    if device_kind() == "cuda":
+        peak = torch.cuda.max_memory_allocated()
+    record = None
+    if trainer.phases.num_steps:
+        machine = None if job.machine is None else Machine(**job.machine)
+        record = trainer.record(peak_bytes=peak, memory_kind=memory_kind(), machine=machine)
     peaks: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(peaks, peak)
     expert_loads = trainer.expert_loads() if expert_layers(graph) else {}
     if rank == 0:
-        steady = seconds[min(_WARM_UP_STEPS, len(seconds) - 1) :]
         result = {
-            "measured_step_seconds": statistics.median(steady),
+            # Without a step beyond warm-up the quickest says most: in one of them memory is counted.
+            "measured_step_seconds": min(seconds) if record is None else record.step,
+            "record": None if record is None else record.to_dict(),
             "peak_bytes": peaks,
             "check": str(trainer.check or "self-check: off"),
             "expert_loads": expert_loads,
@@ -188,14 +206,6 @@ _OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
 
 def _optimizer(name: str, learning_rate: float) -> Optimizer:
     return lambda named: _OPTIMIZERS[name]([p for _, p in named], lr=learning_rate)
-
-
-def _import_the_rest() -> None:
-    """What torch imports only when it first trains, so that the baseline of memory comes after all imports."""
-    layer = torch.nn.Linear(8, 8)
-    optimizer = torch.optim.AdamW(layer.parameters())
-    layer(torch.ones(2, 8)).sum().backward()
-    optimizer.step()
 
 
 def _nowhere() -> Any:
@@ -269,35 +279,6 @@ def _part_of(batch: Any, rank: int, world: int, global_batch: int) -> Any:
     return map_leaves(
         batch, lambda leaf: leaf.tensor[rank * size : (rank + 1) * size] if leaf.is_batched else leaf.tensor
     )
-
-
-def _resident_bytes() -> int:
-    """Memory of this process now: CUDA allocations, else resident memory."""
-    if torch.cuda.is_available():
-        return 0
-    return _status_bytes("VmRSS")
-
-
-def _reset_peak() -> None:
-    if torch.cuda.is_available():
-        torch.cuda.reset_peak_memory_stats()
-        return
-    with contextlib.suppress(OSError):  # where it is not permitted the peak counts from the start of the process
-        _CLEAR_REFS.write_text("5")  # resets VmHWM, the peak of resident memory: proc(5)
-
-
-def _peak_bytes(baseline_bytes: int) -> int:
-    """CUDA: most bytes allocated. CPU: rise of resident memory over what the imports took."""
-    if torch.cuda.is_available():
-        return int(torch.cuda.max_memory_allocated())
-    return max(0, _status_bytes("VmHWM") - baseline_bytes)
-
-
-def _status_bytes(key: str) -> int:
-    for line in _STATUS.read_text().splitlines():
-        if line.startswith(f"{key}:"):
-            return int(line.split()[1]) * 1024
-    return 0
 
 
 if __name__ == "__main__":

@@ -37,6 +37,7 @@ from torch.distributed.tensor import DTensor, Shard
 
 from planner.errors import PlanError
 from planner.memory import expert_dim
+from planner.runtime.phases import Phases
 
 COMPUTE_DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32, "fp64": torch.float64}
 
@@ -70,16 +71,23 @@ class Hidden(nn.Module):
 
 
 class ShardedStage(PipelineStage):
-    """A pipeline stage that tells its sharder which backward pass is the last."""
+    """A pipeline stage that tells its sharder which backward pass is the last, and times its passes."""
 
     sharder: "Sharder"
+    phases: Phases
+
+    def forward_one_chunk(self, *args: Any, **kwargs: Any) -> Any:
+        """What the schedule calls for each micro-batch."""
+        with self.phases.measured("forward"):
+            return super().forward_one_chunk(*args, **kwargs)
 
     def backward_one_chunk(
         self, bwd_chunk_id: int, loss: Any = None, full_backward: bool = True, last_backward: bool = False
     ) -> None:
         """What the schedule calls for each micro-batch."""
         self.sharder.before_backward(is_last=last_backward)
-        super().backward_one_chunk(bwd_chunk_id, loss, full_backward, last_backward)
+        with self.phases.measured("backward"):
+            super().backward_one_chunk(bwd_chunk_id, loss, full_backward, last_backward)
 
     def _post_metadata_inference_cleanup(self) -> None:
         """Torch drops all gradients here when a schedule starts for the first time, as if it had run an extra step.

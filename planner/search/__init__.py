@@ -6,6 +6,7 @@ from typing import Any, Literal
 from torch import Tensor, float64, nn
 
 from planner.cluster import Cluster
+from planner.engine import STOCK, Engine, engine_named
 from planner.errors import ModelError, PlanError
 from planner.graph import Graph
 from planner.measure import local_cluster
@@ -60,6 +61,7 @@ def ranked_plans(
     top: int = 5,
     name: str = "",
     expert_loads: Loads | None = None,
+    engine: str = STOCK,
 ) -> tuple[Plan, ...]:
     """The best plans, best first, each of another configuration.
 
@@ -68,13 +70,15 @@ def ranked_plans(
     mean loss if the model does not. `precision` is bf16, fp32 or fp64; by default bf16 where the device has it.
     `fix` pins choices, such as {"pp": 2, "zero": 1}. `expert_loads` are what `trainer.expert_loads()` of a run gave,
     tokens of each expert by layer: experts that are spread over ranks are priced by them, not as equally busy.
+    `engine` is the training system whose times count, such as megatron (`profiles/engines`): memory and choices stay
+    those of stock PyTorch, which runs the plan.
 
     Raises:
         PlannerError: no plan fits, or something given is wrong; one sentence.
     """
     return search_model(
         model, cluster, batch=batch, loss_fn=loss_fn, global_batch=global_batch, precision=precision,
-        optimizer=optimizer, objective=objective, fix=fix, top=top, name=name, expert_loads=expert_loads,
+        optimizer=optimizer, objective=objective, fix=fix, top=top, name=name, expert_loads=expert_loads, engine=engine,
     ).plans  # fmt: skip
 
 
@@ -95,6 +99,7 @@ def search_model(
     progress: Progress | None = None,
     time_limit_seconds: float | None = None,
     profile: Profile | Measuring | None = None,
+    engine: str = STOCK,
 ) -> Search:
     """`ranked_plans` with the statistics of the search, for the command line.
 
@@ -113,7 +118,8 @@ def search_model(
     if optimizer not in OPTIMIZERS:
         raise PlanError(f"optimizer {optimizer!r} is none of {', '.join(OPTIMIZERS)}")
     place = cluster_named(cluster) if isinstance(cluster, str) else cluster
-    notes = []
+    software = _software(engine, place, has_profile=profile is not None)
+    notes = [] if software is None else [_NOT_STOCK.format(engine=engine)]
     if global_batch is None:
         global_batch = SAMPLES_PER_DEVICE * place.num_devices
         notes.append(f"no global batch was given: {global_batch}, {SAMPLES_PER_DEVICE} per device, is assumed")
@@ -172,7 +178,27 @@ def search_model(
         optimizer=optimizer, objective=objective, pins=pins, top=top, notes=notes, progress=progress,
         time_limit_seconds=time_limit_seconds,
         sharded=ways_to_split(graph, place, global_batch, device_kind, expert_loads, measured),
+        engine=software,
+        runs=() if measured is None else [run for run in measured.runs if run.graph == graph.fingerprint],
     )  # fmt: skip
+
+
+_NOT_STOCK = (
+    "the times are those of {engine} (profiles/engines); memory, and what autoplan run and plan.apply do, are those of "
+    "stock PyTorch"
+)
+
+
+def _software(name: str, cluster: Cluster, *, has_profile: bool) -> Engine | None:
+    """The engine whose seconds count; None for what is priced anyway."""
+    if name == STOCK:
+        return None
+    engine = engine_named(name)
+    if cluster.device.kind == "cpu":
+        raise PlanError(f"engine {name} is known on GPUs only, {cluster.name} has none; leave the engine out")
+    if has_profile:
+        raise PlanError(f"the times of a profile are those of stock PyTorch, not of {name}; leave out one of the two")
+    return engine
 
 
 def _loads_note(loads: Loads, degrees: Sequence[int]) -> str:

@@ -19,15 +19,20 @@ from typing import Any, Protocol
 
 import numpy as np
 
+from planner.audit import Factors, corrected, factors_of
 from planner.bound import Bound, balanced, bound, compute_only, relax
 from planner.cluster import Cluster
 from planner.costs import Costs, least_seconds, price
+from planner.engine import STOCK, Engine
+from planner.engine_seconds import engine_costs, least_engine_seconds
 from planner.errors import InfeasibleError, PlanError, PlannerError
 from planner.graph import Batch, Graph
+from planner.interval import are_tied, with_interval
 from planner.memory import precision_named
 from planner.operators import check_dtype
 from planner.plan import SPLITTING, BlockPlan, InputSpec, Plan, Prediction, ShardingPlan, StagePlan
 from planner.problem import Choice, Problem, evaluate, formulate
+from planner.profile import RunRow
 from planner.search.choices import Configuration, Pins, configurations
 from planner.search.communicated import communicated, summed_once_a_step
 from planner.search.experts import check_expert_pins, with_experts_spread
@@ -78,6 +83,7 @@ class Search:
 
     plans: tuple[Plan, ...]
     statistics: Statistics
+    tied: tuple[bool, ...] = ()  # of each plan, whether it is tied with the first (`planner.interval`)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -120,11 +126,15 @@ def search(
     sharded: Sharded | None = None,
     progress: Progress | None = None,
     time_limit_seconds: float | None = None,
+    runs: Iterable[RunRow] = (),
+    engine: Engine | None = None,
 ) -> Search:
     """The best plans, each of another configuration. Pure but for a time limit, which makes it say so in the gap.
 
     `sharded` gives the ways to split the model over ranks of axes, best first; it is asked once for all that a
-    configuration has. Without it there is no tensor parallelism and no context parallelism.
+    configuration has. Without it there is no tensor parallelism and no context parallelism. `runs` of this model
+    correct what terms of a step are priced at (`planner.audit`). With an `engine`, seconds are those of another
+    training system than stock PyTorch (`planner.engine_seconds`).
 
     Raises:
         InfeasibleError: nothing fits; says the least memory that would.
@@ -132,7 +142,7 @@ def search(
     """
     return _Searcher(
         graph, cluster, global_batch, precision, optimizer, objective, Pins.of(pins), top, tuple(notes), sharded,
-        progress or (lambda *_: None), time_limit_seconds,
+        progress or (lambda *_: None), time_limit_seconds, tuple(runs), engine,
     ).run()  # fmt: skip
 
 
@@ -152,6 +162,8 @@ class _Searcher:
     sharded: Sharded | None
     progress: Progress
     time_limit_seconds: float | None
+    runs: tuple[RunRow, ...] = ()
+    engine: Engine | None = None
 
     def run(self) -> Search:
         """Enumerate, bound, solve, simulate, rank."""
@@ -202,6 +214,7 @@ class _Searcher:
             notes = (*notes, "the fixed choices do not fit; the plan is the fastest that ignores memory")
         return Search(
             plans=tuple(replace(p, notes=(*notes, *p.notes)) for p in plans[: self.top]),
+            tied=tuple(place > 0 and self._are_tied(plans[0], p) for place, p in enumerate(plans[: self.top])),
             statistics=Statistics(
                 configurations=len(found),
                 bounded=self.num_bounded,
@@ -332,6 +345,9 @@ class _Searcher:
             num_microbatches=configuration.num_microbatches, schedule=configuration.schedule,
             precision=self.precision, optimizer=self.optimizer, splits=local.splits,
         )  # fmt: skip
+        if self.engine is not None:
+            costs = engine_costs(costs, local.graph, self.cluster, self.engine)
+        costs = corrected(costs, self._factors(configuration))
         problem = formulate(costs, allowed=self._allowed(costs))
         if ignoring_memory:
             problem = replace(problem, capacity_bytes=np.full(configuration.pp, np.finfo(np.float64).max / 4))
@@ -340,6 +356,10 @@ class _Searcher:
             configuration=configuration, costs=costs, problem=problem, weight=weight,
             lower=max(compute_only(problem), balanced(problem)) * weight,
         )  # fmt: skip
+
+    def _factors(self, configuration: Configuration) -> Factors | None:
+        """What earlier runs correct its terms by."""
+        return factors_of(self.runs, str(configuration.mesh), configuration.micro_batch)
 
     def _allowed(self, costs: Costs) -> np.ndarray[Any, np.dtype[np.bool_]]:
         """Which strategies the pins and the model leave to each block."""
@@ -392,17 +412,23 @@ class _Searcher:
             limits = self._limits(kept)
         return [c for c in kept if c.lower <= limits.of(c)]
 
-    def _weight(self, configuration: Configuration) -> int:
+    def _weight(self, configuration: Configuration | Plan) -> int:
         """What the objective multiplies seconds by."""
         return configuration.devices if self.objective == "device-seconds" else 1
 
+    def _are_tied(self, one: Plan, other: Plan) -> bool:
+        return are_tied(one.prediction, other.prediction, (self._weight(one), self._weight(other)))
+
     def _least_seconds(self, configuration: Configuration) -> float:
         """No plan of a configuration is faster: its passes, with nothing else and perfectly balanced."""
-        one = least_seconds(
+        least_of = least_seconds if self.engine is None else functools.partial(least_engine_seconds, engine=self.engine)
+        one = least_of(
             self._local(configuration).graph, self.cluster, mesh=configuration.mesh,
             micro_batch=configuration.micro_batch,
         )  # fmt: skip
-        return one * (configuration.pp + configuration.num_microbatches - 1) / configuration.pp
+        factors = self._factors(configuration)
+        least = 1.0 if factors is None else factors.least
+        return least * one * (configuration.pp + configuration.num_microbatches - 1) / configuration.pp
 
     def _limits(self, candidates: Iterable[_Candidate]) -> "_Limits":
         """Bounds above these cannot be ranked: the last ranked value, and the best of the same way to train."""
@@ -504,7 +530,9 @@ class _Searcher:
         shardings, shardings_of = self._plan_shardings(local, configuration)
         simulation: Simulation = simulate(costs, rows, configuration.schedule, configuration.num_microbatches)
         is_split = configuration.cp > 1
-        ring = with_ring_attention(costs, rows, local.graph, self.cluster, local.splits) if is_split else None
+        factors = self._factors(configuration)
+        is_split &= self.engine is None  # the ring is priced as stock PyTorch has it
+        ring = with_ring_attention(costs, rows, local.graph, self.cluster, local.splits, factors) if is_split else None
         stages = tuple(
             StagePlan(
                 blocks=tuple(
@@ -534,9 +562,10 @@ class _Searcher:
             stages=stages,
             inputs=_inputs(self.graph),
             shardings=shardings,
+            engine=STOCK if self.engine is None else self.engine.name,
             notes=(*self._plan_notes(local, configuration), *((NO_RING,) if is_split and ring is None else ())),
             ring_attention=ring,
-            prediction=Prediction(
+            prediction=with_interval(Prediction(
                 step_seconds=simulation.step_seconds,
                 bubble=simulation.bubble,
                 peak_bytes=tuple(simulation.peak_bytes),
@@ -547,10 +576,12 @@ class _Searcher:
                     step_seconds=simulation.step_seconds,
                 ),
                 parts_seconds=tuple(simulation.parts_seconds),
+                forward_seconds=simulation.forward_seconds,
+                corrections=() if factors is None else factors.named(),
                 measured_share=share_of_step(
                     local.graph, self.cluster, configuration.micro_batch, dict(simulation.parts_seconds)
                 ),
-            ),
+            ), on_cpu=self.cluster.device.kind == "cpu"),
         )  # fmt: skip
 
     def _plan_shardings(

@@ -9,11 +9,11 @@ from planner.cluster import Cluster
 from planner.errors import PlannerError, ProfileError
 from planner.graph import Graph
 from planner.measure.local import cache_folder, machine_digest, write_if_possible
-from planner.measure.machine import this_machine
 from planner.measure.operators import measure_operators
 from planner.measure.passes import Case, cases
 from planner.operators import class_seconds, measured_share
 from planner.profile import SOURCE, Profile, measured_graph
+from planner.runtime.machine import this_machine
 
 _log = logging.getLogger(__name__)
 RUN_BUDGET_SECONDS = 30.0

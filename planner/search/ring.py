@@ -17,6 +17,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 from numpy.typing import NDArray
 
+from planner.audit import Factors, corrected
 from planner.cluster import Cluster, Slowdown
 from planner.collectives import Group, axis_group, group_slowdown, overlapped_seconds, send_recv_seconds
 from planner.costs import Costs, price
@@ -90,10 +91,11 @@ def with_ring_attention(
     graph: Graph,
     cluster: Cluster,
     splits: Sequence[AxisSplit],
+    factors: Factors | None = None,
 ) -> RingAttention | None:
     """A plan of context parallelism, simulated with ring attention; None where no attention could be one.
 
-    `graph` is that of a rank, `costs` its price, `stages` are as `simulate` takes them.
+    `graph` is that of a rank, `costs` its price, `stages` are as `simulate` takes them; `factors` correct the terms.
     """
     found = _ring_graph(graph, cluster, costs.mesh, costs.micro_batch)
     if found is None:
@@ -110,8 +112,9 @@ def with_ring_attention(
         forward_seconds=priced.forward_seconds + forward,
         backward_seconds=priced.backward_seconds + backward,
         exposed_seconds=priced.exposed_seconds + forward + backward,
+        exposed_forward_seconds=priced.exposed_forward_seconds + forward,
     )
-    simulation = simulate(ringed, stages, costs.schedule, costs.num_microbatches)
+    simulation = simulate(corrected(ringed, factors), stages, costs.schedule, costs.num_microbatches)
     return RingAttention(step_seconds=simulation.step_seconds, peak_bytes=tuple(simulation.peak_bytes), why_not=WHY_NOT)
 
 

@@ -1,7 +1,8 @@
-"""Which machine this is: what a profile says of where it was measured."""
+"""Which machine this is: what a profile, or the record of a run, says of where it was measured."""
 
 import contextlib
 import hashlib
+import os
 import platform
 import subprocess
 import time
@@ -10,7 +11,6 @@ from typing import Literal
 
 import torch
 
-from planner.measure.local import cpu_model, num_cores
 from planner.profile import Machine
 
 _DRIVER_SECONDS = 10.0
@@ -51,3 +51,21 @@ def _host() -> str:
     with contextlib.suppress(OSError):
         parts.append(Path("/etc/machine-id").read_text(encoding="ascii").strip())
     return hashlib.sha256("\n".join(parts).encode()).hexdigest()[:12]
+
+
+def num_cores() -> int:
+    """Cores that this process may use: its affinity, or less if its control group says so."""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    with contextlib.suppress(OSError, ValueError):
+        quota, period = Path("/sys/fs/cgroup/cpu.max").read_text(encoding="ascii").split()
+        cores = min(cores or 1, max(1, int(quota) // int(period)))  # "max" has no limit
+    return max(1, cores or 1)
+
+
+def cpu_model() -> str:
+    """The processor's name."""
+    with contextlib.suppress(OSError):
+        for line in Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines():
+            if line.startswith(("model name", "CPU part")):
+                return line.split(":", 1)[1].strip()
+    return os.uname().machine

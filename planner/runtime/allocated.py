@@ -1,0 +1,99 @@
+"""What torch's allocator gives out on a CPU, which keeps no statistics there as it does on CUDA.
+
+The tensors that there are before a step are counted one by one; what a step takes and gives back is in the records of
+torch's profiler. Neither is the interpreter's memory, nor what the C library keeps of freed memory for later.
+"""
+
+import contextlib
+import gc
+from bisect import bisect_left, insort
+from collections.abc import Callable, Iterable
+from typing import TypeVar
+
+import torch
+from torch.profiler import ProfilerActivity, profile
+
+from planner.errors import RunError
+
+T = TypeVar("T")
+Allocation = tuple[int, int, int]  # time, address, bytes (negative: given back)
+
+
+def with_peak(step: Callable[[], T], *, before_bytes: int = 0) -> tuple[T, int]:
+    """What a step returns, and the most bytes that were given out at once while it ran, less some that do not count.
+
+    What the step frees of what was there before it is not seen: let go of it before.
+
+    Raises:
+        RunError: this release of torch does not tell.
+    """
+    gc.collect()
+    held = held_bytes() - before_bytes
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
+        result = step()
+    return result, held + rise_bytes(allocations(profiler))
+
+
+def held_bytes() -> int:
+    """Bytes of all tensors on the CPU that this process has; what only a graph for backward holds is not among them."""
+    sizes: dict[int, int] = {}
+    for thing in gc.get_objects():
+        if issubclass(type(thing), torch.Tensor):
+            with contextlib.suppress(Exception):  # fake and wrapped ones have no storage
+                storage = thing.untyped_storage()
+                if storage.device.type == "cpu" and storage.data_ptr():
+                    sizes[storage.data_ptr()] = storage.nbytes()
+    return sum(sizes.values())
+
+
+def allocations(profiler: profile) -> list[Allocation]:
+    """The records of a profiler that had `profile_memory`.
+
+    Raises:
+        RunError: this release of torch has none.
+    """
+    try:  # private in torch 2.13: there is no public way to the addresses
+        kind = torch._C._profiler._EventType.Allocation
+        found, tree = [], list(profiler.profiler.kineto_results.experimental_event_tree())  # type: ignore[union-attr]
+        while tree:
+            event = tree.pop()
+            tree += event.children
+            if event.tag == kind and event.extra_fields.device.type == "cpu":
+                found.append((event.start_time_ns, event.extra_fields.ptr, event.extra_fields.alloc_size))
+    except AttributeError as error:
+        raise RunError(
+            f"torch {torch.__version__} keeps no records of its allocator as 2.13 does ({error}), so memory cannot be "
+            "measured on a CPU; use torch 2.13"
+        ) from error
+    return found
+
+
+def rise_bytes(records: Iterable[Allocation]) -> int:
+    """The most bytes at once, beyond what was there before.
+
+    What other threads give back is not recorded (those of gloo, where they were the last to hold a tensor): a block is
+    gone, too, when another one gets its place.
+
+    >>> rise_bytes([(1, 64, 10), (2, 128, 5), (3, 64, -10), (4, 128, 8)]), rise_bytes([(1, 64, -10)])
+    (15, 0)
+    """
+    live: dict[int, int] = {}
+    starts: list[int] = []  # addresses of `live`, sorted
+    held = most = 0
+    for _, address, num_bytes in sorted(records):
+        if num_bytes < 0:
+            gone = [address] if address in live else []
+        else:
+            first = bisect_left(starts, address)
+            if first and starts[first - 1] + live[starts[first - 1]] > address:
+                first -= 1
+            gone = starts[first : bisect_left(starts, address + num_bytes)]
+        for each in gone:
+            held -= live.pop(each)
+            del starts[bisect_left(starts, each)]
+        if num_bytes > 0:
+            live[address] = num_bytes
+            insort(starts, address)
+            held += num_bytes
+            most = max(most, held)
+    return most

@@ -1,0 +1,128 @@
+"""The benchmark of plans on this machine: which plans it takes, what it makes of figures, what a failure costs."""
+
+from dataclasses import replace
+from itertools import pairwise
+from typing import Any
+
+import pytest
+
+from benchmarks import compare_plans as bench
+from planner.plan import BlockPlan, Mesh, Plan, Prediction, StagePlan
+
+
+def plan(seconds: float, *, zero: int = 1, micro_batch: int = 1, mesh: Mesh | None = None) -> Plan:
+    mesh = mesh or Mesh(dp_shard=2)
+    blocks = tuple(BlockPlan(name=name, zero=zero, recompute="none") for name in "ab")
+    return Plan(
+        model="m", cluster="local", graph_fingerprint="0", cluster_fingerprint="0", precision="fp32",
+        optimizer="adamw", global_batch=16, micro_batch=micro_batch,
+        num_microbatches=16 // mesh.dp // micro_batch, schedule="1f1b", mesh=mesh,
+        stages=(StagePlan(blocks=blocks),),
+        prediction=Prediction(
+            step_seconds=seconds, bubble=0.0, peak_bytes=(100.0,), capacity_bytes=1e9, gap=0.0, mfu=0.1
+        ),
+    )  # fmt: skip
+
+
+def test_plans_are_spread_over_the_predicted_time_and_over_kinds():
+    plans = [plan(1.0 * 2 ** (i / 10), zero=1 + i % 3) for i in range(60)]
+
+    chosen = bench.spread(plans, 6)
+
+    times = [p.prediction.step_seconds for p in chosen]
+    assert len(chosen) == 6
+    assert times[0] == 1.0
+    assert times == sorted(times)
+    ratios = [b / a for a, b in pairwise(times)]
+    assert max(ratios) / min(ratios) < 2.5
+    assert [bench.kind(p) for p in chosen].count(bench.kind(plans[0])) == 2
+    assert chosen == bench.spread(plans, 6)
+    assert bench.spread(plans[:4], 6) == plans[:4]
+
+
+def test_plans_that_run_alike_are_one():
+    one = plan(1.0)
+
+    assert bench.executed(one) == bench.executed(replace(one, schedule="gpipe", notes=("told",)))
+    assert bench.executed(one) != bench.executed(plan(1.0, zero=2))
+    assert bench.executed(one) != bench.executed(plan(1.0, micro_batch=2))
+
+
+def test_every_mesh_of_the_ranks_is_looked_at():
+    pins = list(bench.all_pins(4, [1, 2]))
+
+    assert {(p["devices"], p["dp"], p["tp"], p["pp"]) for p in pins} == {
+        (1, 1, 1, 1), (2, 2, 1, 1), (2, 1, 2, 1), (2, 1, 1, 2)
+    }  # fmt: skip
+    assert {p["zero"] for p in pins if p["dp"] == 2} == {0, 1, 2, 3}
+    assert {p["micro_batch"] for p in pins if p["dp"] == 2} == {1, 2}
+    assert {p["schedule"] for p in pins if p["pp"] == 2} == {"1f1b", "gpipe"}
+
+
+class FakeRanks:
+    """Ranks that take a plan's micro-batch in seconds; what is asked for is noted."""
+
+    def __init__(self, failing: str = "") -> None:
+        self.is_running, self.failing, self.asked = True, failing, list[str]()
+        self._sizes: dict[int, int] = {}
+
+    def ask(self, command: str, *arguments: Any, limit_seconds: float) -> list[Any]:
+        self.asked.append(command)
+        if command == "memory":
+            return [90, 110]
+        if command == "build":
+            self._sizes[arguments[0]] = Plan.loads(arguments[1]).micro_batch
+            if self.failing == str(self._sizes[arguments[0]]):
+                self.is_running = False
+                raise bench.RankError("rank 1: out of memory")
+            self.is_running = True
+            return [None, None]
+        assert self.is_running, "steps of ranks that are gone"
+        if self._sizes[arguments[0]] == 8:
+            raise KeyboardInterrupt
+        return [[1.0 * self._sizes[arguments[0]]] * arguments[1], [1.5 * self._sizes[arguments[0]]] * arguments[1]]
+
+
+def rows(*sizes: int) -> list[bench.Row]:
+    found = [bench.Row(name=str(n), plan=plan(1.5 * n, micro_batch=n)) for n in sizes]
+    found[0].is_choice = True
+    return found
+
+
+def test_the_slowest_rank_counts_and_figures_are_of_the_median():
+    found, pool = rows(2, 1, 4), FakeRanks()
+
+    bench.measure(found, {2: pool}, 4, lambda what: None, with_memory=True)
+    figures = bench.summary(found)
+
+    assert [row.seconds for row in found] == [[3.0] * 4, [1.5] * 4, [6.0] * 4]
+    assert found[0].error == pytest.approx(0.0)
+    assert found[0].memory_errors == pytest.approx([100 / 90 - 1, 100 / 110 - 1])
+    assert figures["measured"] == 3
+    assert figures["median_error"] == pytest.approx(0.0)
+    assert figures["regret"] == pytest.approx(1.0)  # the choice takes 3 s, the best 1.5
+    assert figures["memory_within_10_percent"] == pytest.approx(0.5)
+    assert pool.asked.count("build") == 3
+
+
+def test_a_plan_that_fails_is_a_row_with_the_reason_and_the_others_are_built_again():
+    found, pool = rows(1, 2, 4), FakeRanks(failing="2")
+
+    bench.measure(found, {2: pool}, 4, lambda what: None, with_memory=False)
+
+    assert found[1].failure == "rank 1: out of memory"
+    assert [len(row.seconds) for row in found] == [4, 0, 4]
+    assert bench.summary(found)["failed"] == 1
+
+
+def test_what_is_known_when_it_is_interrupted_is_printed(capsys):
+    found = rows(1, 8)
+
+    with pytest.raises(KeyboardInterrupt):
+        bench.measure(found, {2: FakeRanks()}, 4, lambda what: None, with_memory=True)
+    bench._print(found, {**bench.summary(found), "other_load_cores": 0.25})
+
+    out = capsys.readouterr().out
+    assert "<- chosen" in out
+    assert "time of 1 plans" in out
+    assert "memory: median error" in out
