@@ -42,7 +42,7 @@ import torch
 import torch.distributed as dist
 
 from planner.cluster import Cluster
-from planner.errors import ModelError, PlannerError
+from planner.errors import ModelError, PlannerError, RunError
 from planner.graph import Graph
 from planner.measure import local_cluster
 from planner.measure.local import CPU_VARIABLES
@@ -356,6 +356,8 @@ class _Served:
             trainer.step(part)
         trainer.zero_grad()  # as a step does first
         _, peak = with_peak(lambda: trainer.step(part), before_bytes=before)
+        if peak is None:
+            raise RunError(f"torch {torch.__version__} does not tell what it allocates on a CPU; give --no-memory")
         return peak
 
     def _trainer(self, text: str) -> Any:

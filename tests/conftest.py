@@ -30,3 +30,11 @@ def four(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RankPool]:
 @pytest.fixture(scope="module")
 def eight(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RankPool]:
     yield from _pool(8, tmp_path_factory, timeout_seconds=200)
+
+
+@pytest.fixture(scope="module")
+def own_trace_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """Traces of an earlier run must not stand in for those of this one."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("cache")))
+        yield

@@ -67,11 +67,20 @@ def _serve(rank: int, world_size: int, connection: Connection) -> None:
             if store is not None:
                 dist.barrier()
                 dist.destroy_process_group()
+                _forget_meshes()
             answer = pickle.dumps((None, value, None))
         except BaseException:
             connection.send_bytes(pickle.dumps((time.monotonic(), None, traceback.format_exc())))
             os._exit(1)  # nothing of a failed case may hang or clean up
         connection.send_bytes(answer)
+
+
+def _forget_meshes() -> None:
+    """Clear what torch keeps of DTensor operators: a later, equal mesh would get this one, whose groups are gone."""
+    from torch.distributed.tensor import debug
+
+    for name in ("_clear_python_sharding_prop_cache", "_clear_fast_path_sharding_prop_cache"):
+        getattr(debug, name, lambda: None)()  # not in every release; without them a cache may be too old
 
 
 class RankPool:

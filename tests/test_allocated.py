@@ -34,7 +34,14 @@ def test_what_backward_takes_counts():
     _, peak = with_peak(step, before_bytes=before)
 
     # relu's output (saved), its gradient and the gradient of the expanded sum's reading, 4 MiB each
+    assert peak is not None
     assert 2 * 4 * MIB <= peak <= 3.2 * 4 * MIB
+
+
+def test_a_torch_without_records_leaves_the_peak_unknown_and_the_step_whole(monkeypatch):
+    monkeypatch.delattr(torch._C._profiler._EventType, "Allocation")
+
+    assert with_peak(lambda: 7) == (7, None)
 
 
 def test_a_block_whose_end_was_not_recorded_ends_where_another_begins():

@@ -8,7 +8,7 @@ import pytest
 
 from planner.cli import main
 from planner.cluster import Cluster
-from planner.costs import least_seconds, price
+from planner.costs import inside_seconds, least_seconds, price
 from planner.engine import STOCK, engine_named
 from planner.engine_seconds import engine_costs, least_engine_seconds
 from planner.errors import ClusterError, PlanError
@@ -17,28 +17,19 @@ from planner.plan import Mesh, Plan
 from planner.profile import Profile
 from planner.runtime.machine import this_machine
 from planner.search import ranked_plans, search, search_model
+from planner.shard.chain import AxisSplit
 from planner.simulate import simulate
 from planner.trace import trace
 from planner.validate.cases import case_of
 from planner.validate.models import rank_graph
 from planner.validate.price import predict
-from planner.validate.rows import Row
 from planner.zoo import build
 from tests.command_line import TWO_CORES
+from tests.published_rows import OWN_ROW
 
 ENGINES = ("ddp", "deepspeed", "internevo", "megatron", "megatron-core", "stock")
-ROW = Row(
-    id="own-1", model="GPT tiny", layers=4, hidden=64, heads=4, vocab=256, seq_len=64, gpu="A100", gpu_mem_gb=80.0,
-    n_gpus=4, gpus_per_node=8, interconnect="NVLink", dp=4, tp=1, pp=1, zero_stage=0, activation_recompute="none",
-    precision="bf16", flash_attention=True, micro_batch=2, global_batch=32, iter_time_s=0.1,
-)  # fmt: skip
-
-
-@pytest.fixture(autouse=True, scope="module")
-def _own_cache(tmp_path_factory):
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("cache")))
-        yield
+pytestmark = pytest.mark.usefixtures("own_trace_cache")
+ROW = OWN_ROW
 
 
 @pytest.fixture(scope="module")
@@ -101,6 +92,29 @@ def test_no_strategy_is_faster_than_the_bound(engine, mesh, graph):
     if engine != STOCK:
         assert least != least_seconds(graph, cluster, mesh=mesh, micro_batch=2)
     np.testing.assert_array_equal(changed.state_bytes, costs.state_bytes)  # bytes stay
+
+
+@pytest.mark.parametrize("engine", ["megatron", "megatron-core", "deepspeed"])
+def test_collectives_inside_of_blocks_take_an_engines_time_in_the_bound(engine):
+    software, mesh = engine_named(engine), Mesh(dp_replicate=2, tp=2)
+    case = case_of(replace(ROW, dp=2, tp=2))
+    rank = rank_graph(case.key(case.stages[0]), case.spec.layers)
+    # Without the processor's time, that of collectives shows.
+    quick = replace(software, dispatch=0.0, block_dispatches=0.0)
+    costs = price(
+        rank.graph, case.cluster, mesh=mesh, micro_batch=2, num_microbatches=4, schedule="1f1b", precision="bf16",
+        optimizer="adamw",
+        splits=[AxisSplit(axis=axis, degree=degree, shardings=rank.shardings) for axis, degree in mesh.splits],
+    )  # fmt: skip
+    changed = engine_costs(costs, rank.graph, case.cluster, quick)
+    passes = changed.seconds.sum(axis=0) + changed.stage_seconds
+    least = least_engine_seconds(rank.graph, case.cluster, engine=quick, mesh=mesh, micro_batch=2)
+    assert least == pytest.approx(passes.min())
+    twice = replace(quick, collectives=2 * quick.collectives)
+    inside = inside_seconds(costs).sum()
+    assert least_engine_seconds(
+        rank.graph, case.cluster, engine=twice, mesh=mesh, micro_batch=2
+    ) - least == pytest.approx(quick.collectives * inside)
 
 
 def test_the_search_finds_the_best_plan_of_an_engine(graph):

@@ -24,22 +24,12 @@ from planner.offload import (
 from planner.resources import profiles_path
 from planner.validate.cases import case_of
 from planner.validate.price import predict
-from planner.validate.rows import Row
+from tests.published_rows import OWN_ROW
 
 ALONE = Slowdown(1.0, 1.0)
 GROUP = example_group(4, _example_link())
-ROW = Row(
-    id="own-1", model="GPT tiny", layers=4, hidden=64, heads=4, vocab=256, seq_len=64, gpu="A100", gpu_mem_gb=80.0,
-    n_gpus=4, gpus_per_node=8, interconnect="NVLink", dp=4, tp=1, pp=1, zero_stage=3, activation_recompute="none",
-    precision="bf16", flash_attention=True, micro_batch=2, global_batch=32,
-)  # fmt: skip
-
-
-@pytest.fixture(autouse=True, scope="module")
-def _own_cache(tmp_path_factory):
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("cache")))
-        yield
+pytestmark = pytest.mark.usefixtures("own_trace_cache")
+ROW = replace(OWN_ROW, zero_stage=3, iter_time_s=None)
 
 
 def offloaded(row=ROW, *, link="", host=None, **shares):

@@ -20,21 +20,12 @@ from planner.validate.cases import case_of
 from planner.validate.metrics import Pair, accuracy, kendall_tau, regret
 from planner.validate.models import TraceKey, _made, rank_graph
 from planner.validate.price import features, predict
-from planner.validate.rows import RefusedError, Row, read_rows
+from planner.validate.rows import RefusedError, read_rows
 from planner.validate.software import layer_places
+from tests.published_rows import OWN_ROW
 
-BASE = Row(
-    id="own-1", model="GPT tiny", layers=4, hidden=64, heads=4, vocab=256, seq_len=64, gpu="A100", gpu_mem_gb=80.0,
-    n_gpus=4, gpus_per_node=8, interconnect="NVLink", dp=2, tp=1, pp=2, zero_stage=0, activation_recompute="none",
-    precision="bf16", flash_attention=True, micro_batch=2, global_batch=32, iter_time_s=0.1,
-)  # fmt: skip
-
-
-@pytest.fixture(autouse=True, scope="module")
-def _own_cache(tmp_path_factory):
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("cache")))
-        yield
+pytestmark = pytest.mark.usefixtures("own_trace_cache")
+BASE = replace(OWN_ROW, dp=2, pp=2)
 
 
 # Plain FSDP2 on the zoo's own models: nothing beside what `planner.costs` prices.

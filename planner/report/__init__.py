@@ -433,10 +433,10 @@ def comparison(
     predicted_step_seconds: float,
     measured_step_seconds: float,
     predicted_peak_bytes: Sequence[float],
-    measured_peak_bytes: Sequence[float],
+    measured_peak_bytes: Sequence[float | None],
     memory_kind: str,
 ) -> RenderableType:
-    """Predicted beside measured, after training."""
+    """Predicted beside measured, after training; a peak that a rank does not know is -."""
     table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), show_edge=False)
     for heading in ("", "predicted", "measured", "measured / predicted"):
         table.add_column(heading, justify="left" if not heading else "right")
@@ -446,11 +446,12 @@ def comparison(
         format_seconds(measured_step_seconds),
         f"{measured_step_seconds / predicted_step_seconds:.2f}",
     )
-    predicted, measured = max(predicted_peak_bytes), max(measured_peak_bytes)
+    known = [peak for peak in measured_peak_bytes if peak is not None]
+    predicted, measured = max(predicted_peak_bytes), max(known) if len(known) == len(measured_peak_bytes) else None
     table.add_row(
         f"peak memory ({memory_kind})",
         format_bytes(predicted),
-        format_bytes(measured),
-        f"{measured / predicted:.2f}",
+        "-" if measured is None else format_bytes(measured),
+        "-" if measured is None else f"{measured / predicted:.2f}",
     )
     return table

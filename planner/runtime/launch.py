@@ -29,7 +29,7 @@ _LOG_TAIL = 4000  # characters of torchrun's own words, where no rank left any
 
 @dataclass(frozen=True, kw_only=True)
 class Training:
-    """What was measured: loss of each step, seconds of a step (median), peak bytes of each rank.
+    """What was measured: loss of each step, seconds of a step (median), peak bytes of each rank (None: not known).
 
     `check` is what the self-check before training found, in words; `expert_loads` the tokens of each expert by layer.
     `record` has the phases of the steps; None if there were too few.
@@ -37,7 +37,7 @@ class Training:
 
     losses: tuple[float, ...]
     measured_step_seconds: float
-    peak_bytes: tuple[int, ...]
+    peak_bytes: tuple[int | None, ...]
     check: str
     expert_loads: Mapping[str, list[int]] = field(default_factory=dict)
     record: RunRecord | None = None

@@ -159,7 +159,7 @@ def _train(job: Job, folder: Path, rank: int) -> None:
     if device_kind() == "cuda":
         torch.cuda.reset_peak_memory_stats()
     seconds = []
-    peak = 0
+    peak: int | None = None
     sampled = last_steps(job.steps)
     trainer.phases.sample(sampled)
     with (folder / "events.jsonl").open("a", encoding="utf-8") if rank == 0 else _nowhere() as events:
