@@ -381,6 +381,7 @@ def apply_plan(
     init: Init | None = None,
     check: bool | Literal["replicate"] = True,
     batch: object = None,
+    device: torch.device | None = None,
 ) -> Trainer:
     """A trainer for `model` by `plan`, on this rank of a torchrun job.
 
@@ -394,14 +395,15 @@ def apply_plan(
     graph the same elements are dropped whatever the plan. They leave torch's own generator as it is. With `check`, rank
     0 first compares the lowered blocks with `model` as it is now, on samples of `batch` or random ones. An operator
     that ranks which share its work do otherwise than one device is an error; with "replicate" it runs whole on every
-    rank instead, and the trainer's plan says how.
+    rank instead, and the trainer's plan says how. `device` is by default a CUDA device of the rank's own under NCCL,
+    else the CPU; ranks that share one need a process group of gloo.
 
     Raises:
         PlanError: the plan is not for this model, graph or number of processes.
         ModelError: the weights are not this model's, or nothing initialises a parameter or buffer.
         CheckError: the blocks do not compute what the module does.
     """
-    device = _start(plan)
+    device = _start(plan, device)
     with together():
         _check_plan(plan, graph)
     _check_same_plan(plan)
@@ -625,7 +627,7 @@ def _check_shardings(plan: Plan, splits: str) -> None:
             )
 
 
-def _start(plan: Plan) -> torch.device:
+def _start(plan: Plan, given: torch.device | None) -> torch.device:
     """This rank's device; the process group is made if there is none."""
     wanted = plan.mesh.num_devices
     if not dist.is_initialized():
@@ -638,8 +640,10 @@ def _start(plan: Plan) -> torch.device:
             # One process without torchrun.
             dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)  # type: ignore[attr-defined]
     _check_world(dist.get_world_size(), wanted)
-    if torch.cuda.is_available() and "nccl" in dist.get_backend():
-        device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
+    if given is not None and given.type != "cuda":
+        return given
+    if given is not None or (torch.cuda.is_available() and "nccl" in dist.get_backend()):
+        device = given or torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
         torch.cuda.set_device(device)
         if plan.precision == "bf16" and not torch.cuda.is_bf16_supported(including_emulation=False):
             raise PlanError(f"{torch.cuda.get_device_name()} has no bf16; plan with precision fp32")

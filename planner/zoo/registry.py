@@ -85,6 +85,8 @@ CONFIGS: Mapping[str, Config] = {
     "llama2-7b": _llama2(32, 4096, 32, 32, 11008),
     "llama2-13b": _llama2(40, 5120, 40, 40, 13824),
     "llama2-70b": _llama2(80, 8192, 64, 8, 28672),
+    # The model card of Llama 3.2; its head is tied to the embedding, here it is not: 1.5 instead of 1.2 billion.
+    "llama3-1b": _llama3(16, 2048, 32, 8192),
     "llama3-8b": _llama3(32, 4096, 32, 14336),
     "llama3-70b": _llama3(80, 8192, 64, 28672),
     "llama3-405b": _llama3(126, 16384, 128, 53248),
