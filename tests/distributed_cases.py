@@ -8,6 +8,7 @@ from dataclasses import dataclass, field, replace
 from functools import cache
 from typing import Any, Literal, cast
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -28,6 +29,7 @@ from tests import models
 from tests.distributed_references import MAX_GRAD_NORM, SAMPLES, STEPS
 from tests.eager_oracle import Reference
 from tests.float64 import explicit_float32_as_float64
+from tests.ranks import fsdp_groups
 from tests.sharded import Chance
 
 TOLERANCE = 1e-9
@@ -389,7 +391,7 @@ def held(module: torch.nn.Module) -> dict[str, int]:
         return int(storage.nbytes())
 
     result = dict.fromkeys(("p_shard", "p_full", "g_full", "g_shard"), 0)
-    for group in module._get_fsdp_state()._fsdp_param_groups:  # type: ignore[operator]
+    for group in fsdp_groups(module):
         for parameter in group.fsdp_params:
             result["p_shard"] += size(parameter._sharded_param_data)
             result["p_full"] += sum(size(t) for t in parameter.all_gather_outputs)
@@ -778,6 +780,19 @@ def train_skipping(kind: Kind) -> tuple[float, list[list[str]]]:
     state = trainer.state_dict()
     errors += [relative(state[name], value) for name, value in eager.state_dict().items()]
     return max(errors), [[graph.tensors[t].dtype for t in cut] for cut in graph.carried]
+
+
+def refused_cut(kind: Kind) -> str:
+    """What a torch says that cannot send an integer from stage to stage."""
+    graph = trace(skipping(), unusual_batch(0), precision="fp64", device_kind="cpu")
+    plan = make_plan(graph, kind, global_batch=12, num_microbatches=6)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("planner.runtime.execute.sends_integers", lambda: False)
+        try:
+            apply_plan(plan, skipping(), graph=graph)
+        except PlanError as error:
+            return str(error)
+    return ""
 
 
 class FailingSchedule:

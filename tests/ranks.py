@@ -199,3 +199,11 @@ def run_alone(fn: Callable[..., Any], *args: Any, timeout_seconds: float = 60.0)
     """fn(*args) in one child process without a process group; raises as `RankPool.run` does."""
     with RankPool(1, Path(), timeout_seconds=timeout_seconds, groups=False) as pool:
         return pool.run(fn, *args)[0]
+
+
+def fsdp_groups(module: Any) -> list[Any]:
+    """The groups of parameters that FSDP has for one module: private, one alone up to torch 2.12."""
+    state = module._get_fsdp_state()
+    if hasattr(state, "_fsdp_param_groups"):
+        return list(state._fsdp_param_groups)
+    return [] if state._fsdp_param_group is None else [state._fsdp_param_group]

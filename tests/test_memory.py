@@ -28,7 +28,7 @@ from planner.memory import (
     transient_bytes,
     working,
 )
-from tests.ranks import run_ranks
+from tests.ranks import fsdp_groups, run_ranks
 
 BF16, FP32 = PRECISIONS["bf16"], PRECISIONS["fp32"]
 
@@ -170,7 +170,7 @@ def bytes_of_storages(modules: list[Any]) -> dict[str, int]:
 
     found = dict.fromkeys(("p_shard", "p_full", "g_full", "g_shard"), 0)
     for module in modules:
-        for group in module._get_fsdp_state()._fsdp_param_groups:
+        for group in fsdp_groups(module):
             for parameter in group.fsdp_params:
                 found["p_shard"] += size(parameter._sharded_param_data)
                 found["p_full"] += sum(size(t) for t in parameter.all_gather_outputs)

@@ -2,6 +2,7 @@
 
 import pytest
 
+from planner.runtime.zero import sends_integers
 from planner.schedule import actions
 from tests import distributed_cases as cases
 from tests.distributed_cases import NUM_MICROBATCHES, Kind
@@ -140,11 +141,19 @@ def test_apply_traces_from_what_the_plan_says_of_a_batch(two: RankPool) -> None:
     ],
     ids=lambda kind: kind.name,
 )
+@pytest.mark.skipif(not sends_integers(), reason="this torch sends no bool from stage to stage, which is refused")
 def test_activations_that_skip_stages_are_relayed(four: RankPool, kind: Kind) -> None:
     for error, carried in four.run(cases.train_skipping, kind):
         assert error < 1e-9
         assert all(len(cut) > 1 for cut in carried[1:-1])
         assert "bool" in carried[2]
+
+
+def test_a_torch_that_sends_no_integers_refuses_a_cut_that_needs_it(four: RankPool) -> None:
+    said = four.run(cases.refused_cut, Kind(name="1F1B", pp=4))
+
+    assert any("hands on a tensor of bool" in each for each in said)
+    assert all("pp=1" in each for each in said if each)
 
 
 def test_an_error_inside_a_pipeline_names_the_users_line(one: RankPool) -> None:

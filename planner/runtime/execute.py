@@ -54,7 +54,7 @@ from planner.runtime.peers import Axes, Part
 from planner.runtime.phases import Phases
 from planner.runtime.random import RandomSource
 from planner.runtime.statistics import DataRanks, Recursion, Statistics
-from planner.runtime.zero import ShardedStage, Sharder, local
+from planner.runtime.zero import ShardedStage, Sharder, local, sends_integers
 
 SCHEDULES: Mapping[str, type[Schedule1F1B] | type[ScheduleGPipe]] = {"1f1b": Schedule1F1B, "gpipe": ScheduleGPipe}
 
@@ -198,7 +198,7 @@ class GraphEngine:
         self._variants: OrderedDict[Key, _Variant] = OrderedDict()
         self._schedules: dict[tuple[_Variant, int, int], PipelineScheduleSingle] = {}
         readers = stages_of_parameters(plan, graph)
-        self._refuse_uncounted(part)
+        self._refuse_unsendable(part)
         self.owned = [
             Owned(
                 name=graph.tensors[tensor].name,
@@ -538,14 +538,20 @@ class GraphEngine:
         self._driven = self.sharder.for_schedule(stage, zeros)
         return stage
 
-    def _refuse_uncounted(self, part: Part) -> None:
-        """A pipeline sends tensors of fixed sizes.
+    def _refuse_unsendable(self, part: Part) -> None:
+        """A pipeline sends tensors of fixed sizes, in an older torch floating ones alone.
 
         Raises:
-            PlanError: it is cut where the size of a tensor depends on values.
+            PlanError: it is cut where the size of a tensor depends on values, or where this torch cannot send one.
         """
         for cut in (self.stage.positions.start - 1, self.stage.positions.stop - 1):
             for tensor in part.graph.carried[cut] if 0 <= cut < len(part.graph.blocks) - 1 else ():
+                if not sends_integers() and not dtype_of(part.graph, tensor).is_floating_point:
+                    raise PlanError(
+                        f"the pipeline is cut after block {part.graph.blocks[cut].name}, which hands on a tensor of "
+                        f"{part.graph.tensors[tensor].dtype}; torch {torch.__version__} sends only what has a "
+                        "gradient from stage to stage: use torch 2.13, cut it elsewhere, or plan with pp=1"
+                    )
                 if any(placement.is_part and not placement.is_split for placement in part.placed(tensor).values()):
                     raise PlanError(
                         f"the pipeline is cut after block {part.graph.blocks[cut].name}, where tokens are with their "

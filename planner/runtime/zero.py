@@ -238,6 +238,11 @@ def stage_class(zeros: Sequence[int], num_stages: int) -> None:
         )
 
 
+def sends_integers() -> bool:
+    """Whether this torch's pipeline stages hand on tensors that have no gradient: up to 2.11 all were given one."""
+    return hasattr(import_module("torch.distributed.pipelining.stage"), "_TensorMeta")  # private: what came with it
+
+
 def local(tensor: torch.Tensor) -> torch.Tensor:
     """This rank's part of a DTensor; a plain tensor is its own part."""
     with torch.no_grad():
