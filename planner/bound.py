@@ -251,7 +251,7 @@ def least_bytes(program: Program) -> float:
     reach[0] = 0.0
     for p in range(chain.num_stages):
         stage = chain.stage(p)
-        need = _thriftiest(chain, p, stage.a, stage.b).num_bytes.min(0)
+        need = _thriftiest(chain, p, chain.between(stage.a, stage.b)).num_bytes.min(0)
         need = need + chain.stage_bytes + stage.cut_bytes
         following = np.full(chain.num_blocks + 1, np.inf)
         np.minimum.at(following, stage.b, np.maximum(need, reach[stage.a]))
@@ -376,12 +376,9 @@ class _Chain:
         a, b = a[keep], b[keep]
         return _Stage(a, b, self.cut_seconds[a], self.cut_bytes[a])
 
-    def between(self, per_kind: Floats, a: Ints, b: Ints) -> Floats:
-        """Sum over the blocks a..b-1 of values given by kind on the last axis."""
-        per_block = per_kind[..., self.kind]
-        zero = np.zeros((*per_block.shape[:-1], 1))
-        prefix = np.concatenate([zero, np.cumsum(per_block, axis=-1)], axis=-1)
-        return np.asarray(prefix[..., b] - prefix[..., a])
+    def between(self, a: Ints, b: Ints) -> Floats:
+        """[kinds, n] how many blocks of each kind a..b-1 are: a sum over them is values by kind times this."""
+        return np.asarray((self.counts[b] - self.counts[a]).T, np.float64)
 
     def largest(self, per_kind: Floats) -> Floats:
         """[..., L, L + 1] the largest value over blocks a..b-1."""
@@ -454,11 +451,11 @@ class _Thriftiest(NamedTuple):
     exact: bool  # all transient levels were tried
 
 
-def _thriftiest(chain: _Chain, p: int, a: Ints, b: Ints) -> _Thriftiest:
+def _thriftiest(chain: _Chain, p: int, blocks: Floats) -> _Thriftiest:
     mem = chain.state + chain.in_flight[p] * chain.activation
-    num_bytes = np.full((chain.num_classes, len(a)), np.inf)
+    num_bytes = np.full((chain.num_classes, blocks.shape[1]), np.inf)
     seconds, synced = num_bytes.copy(), num_bytes.copy()
-    pick = np.zeros((chain.num_classes, len(a)), np.int64)
+    pick = np.zeros(num_bytes.shape, np.int64)
     kinds = np.arange(chain.num_kinds)
     selections: list[Ints] = []
     exact = True
@@ -473,10 +470,10 @@ def _thriftiest(chain: _Chain, p: int, a: Ints, b: Ints) -> _Thriftiest:
             usable = np.where(ok & (chain.transient <= level), mem, np.inf)
             least = usable.min(1)
             bad = np.isinf(least)
-            total = chain.between(np.where(bad, 0.0, least), a, b) + level
-            total[chain.between(bad.astype(float), a, b) > 0.5] = np.inf
+            total = np.where(bad, 0.0, least) @ blocks + level
+            total[bad.astype(float) @ blocks > 0.5] = np.inf
             select = usable.argmin(1)
-            sums = chain.between(np.stack([chain.seconds[kinds, select], chain.synced[kinds, select]]), a, b)
+            sums = np.stack([chain.seconds[kinds, select], chain.synced[kinds, select]]) @ blocks
             better = total < num_bytes[k]
             num_bytes[k, better] = total[better]
             seconds[k, better], synced[k, better] = sums[:, better]
@@ -517,6 +514,7 @@ def _stage_options(chain: _Chain, p: int, modes: _Modes) -> _StageOptions:
     else:
         first = inverse = np.arange(len(stage.a))
     a, b, room = stage.a[first], stage.b[first], capacity[first]
+    blocks = chain.between(a, b)
 
     prices = _prices(chain.seconds, mem, masks)  # [K, prices]
     usable = np.asarray(masks.any(2))  # [K, kinds]
@@ -525,27 +523,27 @@ def _stage_options(chain: _Chain, p: int, modes: _Modes) -> _StageOptions:
     cheapest = np.where(usable[:, None], priced.min(3), 0.0)
     select = priced.argmin(3)  # [K, prices, kinds]
     kinds = np.arange(chain.num_kinds)
-    fits = chain.between((~usable).astype(float), a, b) < 0.5  # [K, n]
+    fits = (~usable).astype(float) @ blocks < 0.5  # [K, n]
     least = np.where(usable, np.where(masks, mem, np.inf).min(2), 0.0)
     budget = room[None] - floor[:, a, b]  # [K, n]
-    fits &= chain.between(least, a, b) <= budget + 1e-9 * np.abs(room)[None]
-    dual = chain.between(cheapest, a, b) - prices[:, :, None] * budget[:, None]  # [K, prices, n]
+    fits &= least @ blocks <= budget + 1e-9 * np.abs(room)[None]
+    dual = cheapest @ blocks - prices[:, :, None] * budget[:, None]  # [K, prices, n]
     lower = np.where(fits, dual.max(1), np.inf)
     synced = np.where(usable, np.where(masks, chain.synced, np.inf).min(2), 0.0)
-    synced = chain.between(synced, a, b)
+    synced = synced @ blocks
 
     # Selections that fit: the fastest over the prices.
     level = np.where(masks, chain.transient, 0.0).max((1, 2))
-    held = chain.between(mem[kinds, select], a, b)
-    took = chain.between(chain.seconds[kinds, select], a, b)
-    once = chain.between(chain.synced[kinds, select], a, b)
+    held = mem[kinds, select] @ blocks
+    took = chain.seconds[kinds, select] @ blocks
+    once = chain.synced[kinds, select] @ blocks
     good = (held <= (room[None] - level[:, None])[:, None]) & fits[:, None]
     took = np.where(good, took, np.inf)
     at = took.argmin(1)[:, None]
     took = np.take_along_axis(took, at, axis=1)[:, 0]
     once = np.take_along_axis(once, at, axis=1)[:, 0]
 
-    thrifty = _thriftiest(chain, p, a, b)
+    thrifty = _thriftiest(chain, p, blocks)
     column = np.arange(len(first))
     selections = [*select.reshape(-1, chain.num_kinds), *thrifty.selections]
     extra = stage.cut_seconds + chain.stage_seconds

@@ -14,7 +14,7 @@ from planner.errors import InfeasibleError, ModelError, PlanError
 from planner.plan import Mesh
 from planner.problem import Choice, evaluate, formulate
 from planner.report import sharding_text
-from planner.search import ways_to_split
+from planner.search import engine, ways_to_split
 from planner.search.choices import Configuration, Pins, configurations
 from planner.search.engine import Sharded, search
 from planner.search.sharded import ShardedGraph
@@ -89,6 +89,25 @@ def test_ranked_plans_are_of_different_configurations_best_first_and_within_the_
     assert len(set(keys)) == len(keys)
     assert all(p.prediction.fits and p.prediction.gap <= 1e-3 for p in found.plans)
     assert found.statistics.gap <= 1e-3
+
+
+def test_what_is_solved_roughly_is_closed_before_it_is_ranked(large, monkeypatch):
+    """As if only the simulator's margin brought any of them in, and with a gap within which any plan will do."""
+    cluster = Cluster.load(TIGHT)
+    exact = search(large, cluster, global_batch=64, top=3)
+    limits = engine._Searcher._limits
+    monkeypatch.setattr(engine, "ROUGH_GAP", 0.5)
+    monkeypatch.setattr(
+        engine._Searcher, "_limits", lambda self, candidates: replace(limits(self, candidates), last=0.0)
+    )
+
+    found = search(large, cluster, global_batch=64, top=3)
+
+    assert [(p.mesh, p.micro_batch) for p in found.plans] == [(p.mesh, p.micro_batch) for p in exact.plans]
+    assert [p.prediction.step_seconds for p in found.plans] == pytest.approx(
+        [p.prediction.step_seconds for p in exact.plans], rel=engine.GAP
+    )
+    assert all(p.prediction.gap <= engine.GAP for p in found.plans)
 
 
 @pytest.mark.parametrize("share", [0.1, 0.4, 1.0])

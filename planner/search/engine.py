@@ -47,7 +47,8 @@ from planner.simulate import Simulation, model_flop_utilisation, simulate
 from planner.solve import solve, solve_together
 
 DELTA = 0.06  # program against simulator: see the module docstring
-GAP = 1e-3  # within a configuration, and of the final program
+GAP = 1e-3  # within a ranked configuration, and of the final program
+ROUGH_GAP = 1e-2  # within one that only the simulator's margin could bring among the ranked; closed if it does
 # Labels of the exact bound before the integer program takes over (3 million take about a second). Long pipelines are
 # the bound's strength, short ones HiGHS': GPT-3 with 64 stages takes 1.6 s and 59 s, Llama-3-70B with 2 7 s and 0.2 s.
 BOUND_WORK = {"short": 200_000, "long": 10_000_000}
@@ -90,7 +91,8 @@ class Search:
 class _Limits:
     """Weighted seconds that a bound must not exceed to be ranked."""
 
-    any_way: float  # the last ranked plan's, with the simulator's margin
+    last: float  # the last ranked plan's
+    any_way: float  # the same with the simulator's margin
     by_way: dict[tuple[object, ...], float]  # the best by the program: it decides between degrees of hybrid sharding
 
     def of(self, candidate: "_Candidate") -> float:
@@ -110,6 +112,11 @@ class _Candidate:
     choice: Choice | None = None
     value: float = math.inf
     solved: bool = False
+
+    @property
+    def gap(self) -> float:
+        """How much faster than its plan the configuration may be, relative; 1 without a plan."""
+        return max(0.0, 1 - self.lower / self.value) if math.isfinite(self.value) else 1.0
 
 
 def search(
@@ -205,8 +212,7 @@ class _Searcher:
             if self.pins.dp_shard is None:  # of hybrid sharding, only more ranks could help
                 found = [c for c in found if c.dp_shard in (1, c.dp)]
             candidates = self._bounded(found, ignoring_memory=True)
-        candidates = self._solved(candidates)
-        plans = self._ranked(candidates)
+        plans, candidates = self._ranked(self._solved(candidates))
         best = min(c.value for c in candidates)
         lowest = min(c.lower for c in candidates)
         notes = self.notes
@@ -437,42 +443,42 @@ class _Searcher:
             if c.value < best.get(c.configuration.way, math.inf):
                 best[c.configuration.way] = c.value
         last = sorted(best.values())[self.top - 1] if len(best) >= self.top else math.inf
-        return _Limits(any_way=last * (1 + DELTA), by_way=best)
+        return _Limits(last=last, any_way=last * (1 + DELTA), by_way=best)
 
     def _solved(self, candidates: list[_Candidate]) -> list[_Candidate]:
-        """Close the gap of every candidate that may be ranked; the best few as one program, with one proof."""
+        """Narrow the gap of every candidate that may be ranked; the best few as one program, with one proof."""
         done: list[_Candidate] = []
         queue = sorted(candidates, key=lambda c: (c.lower, c.configuration))
         for index, candidate in enumerate(queue):
             self.progress("solving", index, len(queue))
-            limit = self._limits([*done, *queue[index + 1 :], candidate]).any_way
+            limits = self._limits([*done, *queue[index + 1 :], candidate])
             rivals = self._limits([*done, *queue[index + 1 :]]).by_way
-            limit = min(limit, rivals.get(candidate.configuration.way, math.inf))
+            limit = min(limits.any_way, rivals.get(candidate.configuration.way, math.inf))
             if candidate.lower > limit:
                 continue
-            done.append(self._closed(candidate, limit))
+            done.append(self._closed(candidate, limit, GAP if candidate.lower <= limits.last else ROUGH_GAP))
         done = [c for c in done if c.choice is not None]
         if not done:
             raise InfeasibleError(self._least_memory([c.configuration for c in candidates]))
         return self._final_program(done)
 
-    def _closed(self, candidate: _Candidate, limit: float) -> _Candidate:
-        """Bound and plan within GAP of each other, by the bound if it can, else by the integer program.
+    def _closed(self, candidate: _Candidate, limit: float, gap: float) -> _Candidate:
+        """Bound and plan within `gap` of each other, by the bound if it can, else by the integer program.
 
         Without a plan if none is faster than `limit`.
         """
-        if candidate.value - candidate.lower <= GAP * candidate.value:
+        if candidate.gap <= gap:
             return candidate
         work = BOUND_WORK["long" if candidate.configuration.pp >= LONG_PIPELINE else "short"]
         cutoff = limit / candidate.weight
         improved = _with_bound(candidate, bound(candidate.problem, cutoff=cutoff, gap=GAP, max_work=work))
         if improved.lower > limit * (1 - GAP):
             return replace(improved, choice=None, value=math.inf)
-        if improved.value - improved.lower <= GAP * improved.value or not math.isfinite(improved.lower):
+        if improved.gap <= gap or not math.isfinite(improved.lower):
             return improved
         try:
             solution = solve(
-                improved.problem, gap=GAP, incumbent=improved.choice, lower_bound=improved.lower / improved.weight,
+                improved.problem, gap=gap, incumbent=improved.choice, lower_bound=improved.lower / improved.weight,
                 bounded=False, time_limit_seconds=self.time_limit_seconds,
             )  # fmt: skip
         except InfeasibleError:
@@ -508,17 +514,31 @@ class _Searcher:
             changed[id(first)] = better
         return [changed.get(id(c), c) for c in done]
 
-    def _ranked(self, candidates: list[_Candidate]) -> list[Plan]:
-        """Simulated and sorted, the best of each way to train; equal times keep the order of configurations."""
-        plans = []
-        for candidate in sorted(candidates, key=lambda c: c.configuration):
-            plan = self._plan(candidate)
-            plans.append((plan.prediction.step_seconds * candidate.weight, candidate.configuration, plan))
-        plans.sort(key=lambda row: (round(row[0], 12), row[1]))
-        best: dict[tuple[object, ...], Plan] = {}
-        for _, configuration, plan in plans:
-            best.setdefault(configuration.way, plan)
-        return list(best.values())
+    def _ranked(self, candidates: list[_Candidate]) -> tuple[list[Plan], list[_Candidate]]:
+        """Simulated and sorted, the best of each way to train; equal times keep the order of configurations.
+
+        What comes among the first with a rough gap is closed, and ranked anew.
+        """
+        plans = {c.configuration: self._plan(c) for c in candidates}
+        closed: dict[Configuration, _Candidate] = {}
+        while True:
+            order = sorted(
+                candidates,
+                key=lambda c: (round(plans[c.configuration].prediction.step_seconds * c.weight, 12), c.configuration),
+            )
+            best: dict[tuple[object, ...], Plan] = {}
+            for c in order:
+                best.setdefault(c.configuration.way, plans[c.configuration])
+            ranked = set(list(best)[: self.top])
+            rough = [
+                c for c in candidates if c.configuration.way in ranked and c.gap > GAP and c.configuration not in closed
+            ]
+            if not rough:
+                return list(best.values()), candidates
+            for c in rough:
+                closed[c.configuration] = self._closed(c, math.inf, GAP)
+                plans[c.configuration] = self._plan(closed[c.configuration])
+            candidates = [closed.get(c.configuration, c) for c in candidates]
 
     def _plan(self, candidate: _Candidate) -> Plan:
         configuration, costs, choice = candidate.configuration, candidate.costs, candidate.choice
@@ -570,7 +590,7 @@ class _Searcher:
                 bubble=simulation.bubble,
                 peak_bytes=tuple(simulation.peak_bytes),
                 capacity_bytes=float(self.cluster.capacity_bytes),
-                gap=max(0.0, (candidate.value - candidate.lower) / candidate.value),
+                gap=candidate.gap,
                 mfu=model_flop_utilisation(
                     self.graph, self.cluster, num_devices=configuration.devices, global_batch=self.global_batch,
                     step_seconds=simulation.step_seconds,
