@@ -59,24 +59,41 @@ def constant(graph: Graph, tensor: int, device: torch.device) -> torch.Tensor:
     return torch.frombuffer(bytearray(data), dtype=dtype).reshape(shape).clone().to(device)
 
 
-@dataclass(frozen=True, eq=False, slots=True, kw_only=True)
 class Program:
     """Code for a run of nodes: tensors in (the order of `inputs`), a tuple of tensors out.
 
     `sites` are where the parameters and buffers that it reads are registered, by tensor: (module, attribute);
     `mutated` those of them that it writes. `sources` are the nodes by the name of the generated variable; `counters`
     count the tokens of experts.
+
+    No dataclass: it is an argument of blocks, and FSDP's hooks (torch 2.13) look for tensors in all that a dataclass
+    holds, twice a pass. That took as long as the passes of a small block.
     """
 
-    inputs: tuple[int, ...]
-    outputs: tuple[int, ...]
-    code: fx.GraphModule
-    sites: Mapping[int, tuple[nn.Module, str]]
-    constants: tuple[torch.Tensor, ...]
-    mutated: tuple[int, ...]
-    sources: Mapping[str, Node]
-    is_random: bool
-    counters: tuple[ExpertCounter, ...] = ()
+    __slots__ = ("code", "constants", "counters", "inputs", "is_random", "mutated", "outputs", "sites", "sources")
+
+    def __init__(
+        self,
+        *,
+        inputs: tuple[int, ...],
+        outputs: tuple[int, ...],
+        code: fx.GraphModule,
+        sites: Mapping[int, tuple[nn.Module, str]],
+        constants: tuple[torch.Tensor, ...],
+        mutated: tuple[int, ...],
+        sources: Mapping[str, Node],
+        is_random: bool,
+        counters: tuple[ExpertCounter, ...] = (),
+    ) -> None:
+        self.inputs = inputs
+        self.outputs = outputs
+        self.code = code
+        self.sites = sites
+        self.constants = constants
+        self.mutated = mutated
+        self.sources = sources
+        self.is_random = is_random
+        self.counters = counters
 
     def __call__(self, args: Sequence[torch.Tensor], micro_batch: int, draws: Draws | None) -> tuple[torch.Tensor, ...]:
         """The outputs, with the parameters and buffers that are registered now."""
