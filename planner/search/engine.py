@@ -5,8 +5,9 @@ parallelism, and one of a few ways to split the model over their ranks, data-par
 parameters are sharded (none, all, or some: hybrid sharding), over how many of these experts are spread, micro-batch and
 schedule; micro-batches follow from the global batch. For each configuration an integer program chooses stage cuts, ZeRO
 stage and recomputation of every block (`planner.problem`). The program proposes, the simulator judges: every
-configuration whose bound lies within (1 + delta) of the last ranked one is solved and simulated, where delta is the
-largest difference of program and simulator seen on random plans (`tests/test_simulate.py` prints and asserts it).
+configuration whose bound lies within (1 + delta) of the last ranked one is simulated, where delta is the largest
+difference of program and simulator seen on random plans (`tests/test_simulate.py` prints and asserts it). It is solved
+where its bound, times what the simulator makes of the plan that the bound came with, would be ranked.
 Between shard degrees of one way to train the program decides alone: they run the same passes on the same stages.
 """
 
@@ -48,7 +49,7 @@ from planner.solve import solve, solve_together
 
 DELTA = 0.06  # program against simulator: see the module docstring
 GAP = 1e-3  # within a ranked configuration, and of the final program
-ROUGH_GAP = 1e-2  # within one that only the simulator's margin could bring among the ranked; closed if it does
+RATIO_MARGIN = 0.01  # of simulator over program, between plans of one configuration
 # Labels of the exact bound before the integer program takes over (3 million take about a second). Long pipelines are
 # the bound's strength, short ones HiGHS': GPT-3 with 64 stages takes 1.6 s and 59 s, Llama-3-70B with 2 7 s and 0.2 s.
 BOUND_WORK = {"short": 200_000, "long": 10_000_000}
@@ -446,7 +447,10 @@ class _Searcher:
         return _Limits(last=last, any_way=last * (1 + DELTA), by_way=best)
 
     def _solved(self, candidates: list[_Candidate]) -> list[_Candidate]:
-        """Narrow the gap of every candidate that may be ranked; the best few as one program, with one proof."""
+        """Close the gap of every candidate that the program would rank; the best few as one program, with one proof.
+
+        One that only the simulator's margin could bring among them stays as it is, if it has a plan: see `_ranked`.
+        """
         done: list[_Candidate] = []
         queue = sorted(candidates, key=lambda c: (c.lower, c.configuration))
         for index, candidate in enumerate(queue):
@@ -456,29 +460,30 @@ class _Searcher:
             limit = min(limits.any_way, rivals.get(candidate.configuration.way, math.inf))
             if candidate.lower > limit:
                 continue
-            done.append(self._closed(candidate, limit, GAP if candidate.lower <= limits.last else ROUGH_GAP))
+            is_ranked = candidate.lower <= limits.last or candidate.choice is None
+            done.append(self._closed(candidate, limit) if is_ranked else candidate)
         done = [c for c in done if c.choice is not None]
         if not done:
             raise InfeasibleError(self._least_memory([c.configuration for c in candidates]))
         return self._final_program(done)
 
-    def _closed(self, candidate: _Candidate, limit: float, gap: float) -> _Candidate:
-        """Bound and plan within `gap` of each other, by the bound if it can, else by the integer program.
+    def _closed(self, candidate: _Candidate, limit: float) -> _Candidate:
+        """Bound and plan within GAP of each other, by the bound if it can, else by the integer program.
 
         Without a plan if none is faster than `limit`.
         """
-        if candidate.gap <= gap:
+        if candidate.gap <= GAP:
             return candidate
         work = BOUND_WORK["long" if candidate.configuration.pp >= LONG_PIPELINE else "short"]
         cutoff = limit / candidate.weight
         improved = _with_bound(candidate, bound(candidate.problem, cutoff=cutoff, gap=GAP, max_work=work))
         if improved.lower > limit * (1 - GAP):
             return replace(improved, choice=None, value=math.inf)
-        if improved.gap <= gap or not math.isfinite(improved.lower):
+        if improved.gap <= GAP or not math.isfinite(improved.lower):
             return improved
         try:
             solution = solve(
-                improved.problem, gap=gap, incumbent=improved.choice, lower_bound=improved.lower / improved.weight,
+                improved.problem, gap=GAP, incumbent=improved.choice, lower_bound=improved.lower / improved.weight,
                 bounded=False, time_limit_seconds=self.time_limit_seconds,
             )  # fmt: skip
         except InfeasibleError:
@@ -515,40 +520,50 @@ class _Searcher:
         return [changed.get(id(c), c) for c in done]
 
     def _ranked(self, candidates: list[_Candidate]) -> tuple[list[Plan], list[_Candidate]]:
-        """Simulated and sorted, the best of each way to train; equal times keep the order of configurations.
+        """The first plans as simulated, the best of each way to train; equal times keep the order of configurations.
 
-        What comes among the first with a rough gap is closed, and ranked anew.
+        A candidate that was not closed is, if its bound lets it rank: with what the simulator makes of its plan, a
+        little less.
         """
-        plans = {c.configuration: self._plan(c) for c in candidates}
-        closed: dict[Configuration, _Candidate] = {}
+        seconds = {c.configuration: self._simulated_seconds(c) for c in candidates}
+        closed: set[Configuration] = set()
         while True:
-            order = sorted(
-                candidates,
-                key=lambda c: (round(plans[c.configuration].prediction.step_seconds * c.weight, 12), c.configuration),
-            )
-            best: dict[tuple[object, ...], Plan] = {}
+            order = sorted(candidates, key=lambda c: (round(seconds[c.configuration] * c.weight, 12), c.configuration))
+            best: dict[tuple[object, ...], _Candidate] = {}
             for c in order:
-                best.setdefault(c.configuration.way, plans[c.configuration])
-            ranked = set(list(best)[: self.top])
+                best.setdefault(c.configuration.way, c)
+            first = list(best.values())[: self.top]
+            last = max(seconds[c.configuration] * c.weight for c in first) if len(best) >= self.top else math.inf
             rough = [
-                c for c in candidates if c.configuration.way in ranked and c.gap > GAP and c.configuration not in closed
+                c
+                for c in candidates
+                if c.configuration not in closed
+                and c.gap > GAP
+                and seconds[c.configuration] * c.lower / c.value * c.weight * (1 - RATIO_MARGIN) <= last
             ]
             if not rough:
-                return list(best.values()), candidates
-            for c in rough:
-                closed[c.configuration] = self._closed(c, math.inf, GAP)
-                plans[c.configuration] = self._plan(closed[c.configuration])
-            candidates = [closed.get(c.configuration, c) for c in candidates]
+                return [self._plan(c) for c in first], candidates
+            found = {c.configuration: self._closed(c, math.inf) for c in rough}
+            closed |= found.keys()
+            candidates = [found.get(c.configuration, c) for c in candidates]
+            seconds |= {configuration: self._simulated_seconds(c) for configuration, c in found.items()}
+
+    def _simulated_seconds(self, candidate: _Candidate) -> float:
+        return self._simulated(candidate).step_seconds
+
+    def _simulated(self, candidate: _Candidate) -> Simulation:
+        configuration, choice = candidate.configuration, candidate.choice
+        assert choice is not None
+        rows = _rows(choice, configuration.pp)
+        return simulate(candidate.costs, rows, configuration.schedule, configuration.num_microbatches)
 
     def _plan(self, candidate: _Candidate) -> Plan:
         configuration, costs, choice = candidate.configuration, candidate.costs, candidate.choice
         assert choice is not None
-        rows: list[list[tuple[int, int]]] = [[] for _ in range(configuration.pp)]
-        for block, (stage, strategy) in enumerate(zip(choice.stages, choice.strategies, strict=True)):
-            rows[stage].append((block, strategy))
+        rows = _rows(choice, configuration.pp)
         local = self._local(configuration)
         shardings, shardings_of = self._plan_shardings(local, configuration)
-        simulation: Simulation = simulate(costs, rows, configuration.schedule, configuration.num_microbatches)
+        simulation = self._simulated(candidate)
         is_split = configuration.cp > 1
         factors = self._factors(configuration)
         is_split &= self.engine is None  # the ring is priced as stock PyTorch has it
@@ -688,6 +703,14 @@ def _splits_text(splits: Splits) -> str:
     'cp=2 with tp=4'
     """
     return " with ".join(f"{axis}={degree}" for axis, degree in splits)
+
+
+def _rows(choice: Choice, num_stages: int) -> list[list[tuple[int, int]]]:
+    """Of each stage its blocks, with their strategies."""
+    rows: list[list[tuple[int, int]]] = [[] for _ in range(num_stages)]
+    for block, (stage, strategy) in enumerate(zip(choice.stages, choice.strategies, strict=True)):
+        rows[stage].append((block, strategy))
+    return rows
 
 
 def _with_bound(candidate: _Candidate, found: Bound) -> _Candidate:
