@@ -65,7 +65,7 @@ OnStep = Callable[[int, float, float], None]  # step, loss, seconds
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command; the exit code."""
     arguments = parser().parse_args(argv)
-    errors = Console(stderr=True, highlight=False, soft_wrap=True)
+    errors = Console(stderr=True, highlight=False, soft_wrap=True, emoji=False)
     with _quiet_libraries(verbose=arguments.verbose):
         try:
             arguments.run(arguments)
@@ -396,9 +396,10 @@ def _only_json(wanted: bool) -> Iterator[None]:
 
 
 def _print(renderable: Any) -> None:
-    console = Console(highlight=False)
+    # What is printed holds names of the user's: none of it is markup.
+    console = Console(highlight=False, markup=False, emoji=False)
     if not console.is_terminal:
-        console = Console(highlight=False, width=PIPE_COLUMNS)
+        console = Console(highlight=False, markup=False, emoji=False, width=PIPE_COLUMNS)
     with console.capture() as capture:
         console.print(renderable)
     # A table is padded to its width; a file or a copied screen is better without.
@@ -409,6 +410,8 @@ def _plan(arguments: argparse.Namespace) -> None:
     _check_writable(arguments.out)
     _expert_loads(arguments.expert_loads)  # a wrong file is found here, not after the trace
     engine_named(arguments.engine)
+    if arguments.profile:
+        Profile.load(arguments.profile)  # a wrong file is found before this machine is measured
     pins = Pins.of(arguments.fix)
     start = time.perf_counter()
     with _only_json(arguments.json), _working(quiet=arguments.json) as progress:
@@ -506,8 +509,12 @@ def _profile(arguments: argparse.Namespace, cluster: Cluster) -> Profile | None:
 
 
 def _measure(arguments: argparse.Namespace) -> None:
-    with _only_json(arguments.json), _measuring(quiet=arguments.json) as progress:
-        profile, path, left = cli_measure.measure(arguments, progress)
+    try:
+        with _only_json(arguments.json), _measuring(quiet=arguments.json) as progress:
+            profile, path, left = cli_measure.measure(arguments, progress)
+    except KeyboardInterrupt:
+        print("what was measured so far is kept; run it again to go on", file=sys.stderr)
+        raise
     if not cli_measure.is_first_rank():
         return
     if arguments.json:
@@ -829,7 +836,7 @@ def _absolute(spec: str) -> str:
 @contextmanager
 def _working(*, quiet: bool) -> Iterator[OnProgress]:
     """A status line on stderr while work goes on; nothing when quiet or not on a terminal."""
-    console = Console(stderr=True)
+    console = Console(stderr=True, emoji=False)
     if quiet or not console.is_terminal:
         yield lambda _what, _done, _of: None
         return
@@ -840,7 +847,7 @@ def _working(*, quiet: bool) -> Iterator[OnProgress]:
 @contextmanager
 def _measuring(*, quiet: bool) -> Iterator[OnProgress]:
     """A progress bar on stderr while work goes on; nothing when quiet or not on a terminal."""
-    console = Console(stderr=True)
+    console = Console(stderr=True, emoji=False)
     if quiet or not console.is_terminal:
         yield lambda _what, _done, _of: None
         return
@@ -853,7 +860,7 @@ def _measuring(*, quiet: bool) -> Iterator[OnProgress]:
 @contextmanager
 def _training(*, quiet: bool, steps: int) -> Iterator[OnStep]:
     """A progress bar with the loss on a terminal; without one a line every tenth of the steps."""
-    console = Console(stderr=True, highlight=False)
+    console = Console(stderr=True, highlight=False, emoji=False)
     if quiet:
         yield lambda _step, _loss, _seconds: None
         return

@@ -20,7 +20,7 @@ from planner.validate.cases import case_of
 from planner.validate.metrics import Pair, accuracy, kendall_tau, regret
 from planner.validate.models import TraceKey, _made, rank_graph
 from planner.validate.price import features, predict
-from planner.validate.rows import RefusedError, read_rows
+from planner.validate.rows import LENGTH, RefusedError, Row, _row, read_rows
 from planner.validate.software import layer_places
 from tests.published_rows import OWN_ROW
 
@@ -103,6 +103,44 @@ def test_a_file_without_the_columns_is_refused(tmp_path):
         read_rows([path])
     with pytest.raises(ProfileError, match="cannot be read"):
         read_rows([tmp_path / "missing.csv"])
+
+
+@pytest.mark.parametrize(
+    ("text", "reason"),
+    [("", "is empty, "), ("id;gpu;n_gpus\n1;A100;8\n", "else than commas, "), ("i\0d\0\n", "is not UTF-8, ")],
+)
+def test_a_file_that_is_no_table_says_why(tmp_path, text, reason):
+    path = tmp_path / "rows.csv"
+    path.write_text(text)
+    with pytest.raises(ProfileError, match=reason):
+        read_rows([path])
+
+
+def texts_of(each: Row) -> dict[str | None, object]:
+    return {name: str(cell(value)) for name, value in asdict(each).items() if name != "unreadable"}
+
+
+@pytest.mark.parametrize(
+    ("changes", "cell_name"),
+    [
+        ({"ep": "99999999999999999999"}, "ep"), ({"ffn_hidden": "1e15"}, "ffn_hidden"), ({"hidden": "1e8"}, "hidden"),
+        ({"layers": "20000"}, "layers"), ({"kv_heads": "8,000"}, "kv_heads"),
+        ({"global_batch": "1e20"}, "global_batch"), ({"ep": "64"}, "ep"),
+        ({"activation_recompute": "abc"}, "activation_recompute"),
+        ({"activation_recompute": "1.5"}, "activation_recompute"),
+    ],
+)  # fmt: skip
+def test_a_cell_that_cannot_be_true_refuses_its_row(changes, cell_name):
+    cells = texts_of(BASE)
+    assert _refusal(_row(cells)) is None
+    assert _refusal(_row({**cells, **changes})) == f"a cell cannot be read ({cell_name})"
+
+
+def test_a_row_of_another_length_than_the_header_is_refused():
+    cells = texts_of(BASE)
+    shorter: dict[str | None, object] = {**cells, "notes": None}
+    longer: dict[str | None, object] = {**cells, None: ["more"]}
+    assert [_refusal(_row(odd)) for odd in (shorter, longer)] == [LENGTH, LENGTH]
 
 
 # --- cases ------------------------------------------------------------------------------------------
@@ -325,14 +363,14 @@ def test_the_command_prints_figures_by_source(tmp_path, capsys):
         row(),
         row(id="own-2", dp=1, pp=4),
         row(id="other-1", iter_time_s=0.2, outcome="OOM"),
-        row(id="other-2", gpu=""),
+        row(id="other-2", gpu="[/bold] :fire:"),
     ]
     path = write(tmp_path / "rows.csv", rows)
     page = tmp_path / "page.html"
     assert main(["validate", str(path), "--json", "--html", str(page)]) == 0
     data = json.loads(capsys.readouterr().out)
     assert (data["rows"], data["priced"], data["refused"]) == (
-        4, 3, {"count": 1, "reasons": {"the GPU is not stated": 1}},
+        4, 3, {"count": 1, "reasons": {"GPU [/bold] :fire: is not known": 1}},
     )  # fmt: skip
     assert list(data["by_source"]) == ["own", "other"]
     assert {"median_ape", "mean_ape", "p90_ape", "bias", "tau", "regret"} <= set(data["time"])
@@ -341,7 +379,7 @@ def test_the_command_prints_figures_by_source(tmp_path, capsys):
     assert main(["validate", str(path)]) == 0
     table = capsys.readouterr().out
     assert "own" in table
-    assert "1 rows are not priced: the GPU is not stated" in table
+    assert "1 rows are not priced: GPU [/bold] :fire: is not known" in table
 
 
 def test_one_row_is_explained(tmp_path):

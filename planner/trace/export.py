@@ -351,11 +351,17 @@ def _runs_at(size: int, model: nn.Module, batch: object, dtype: torch.dtype, los
     if error := failure(num_samples(batch)):
         source = user_line(list(traceback.extract_tb(error.__traceback__)))
         place = "" if source == UNKNOWN else f"{source}: "
+        hint = _HINT if isinstance(error, TypeError) else ""
         raise ModelError(
             f"the model does not run on the batch {describe(batch, dtype)}: {place}{type(error).__name__}: "
-            f"{first_line(error)}; its forward takes {_parameters_of(model)}"
+            f"{first_line(error)}; its forward takes {_parameters_of(model)}{hint}"
         ) from error
     return failure(size) is None
+
+
+_HINT = (
+    "; all entries of a batch go to forward, so labels that only a loss_fn reads need a parameter there, too (y=None)"
+)
 
 
 def _parameters_of(model: nn.Module) -> str:

@@ -19,7 +19,7 @@ from planner.offload import Host, usual_host
 from planner.validate.conventions import Conventions, conventions
 from planner.validate.data import table
 from planner.validate.models import ModelSpec, TraceKey, is_frozen, model_of, trace_key
-from planner.validate.rows import RefusedError, Row
+from planner.validate.rows import LENGTH, RefusedError, Row
 
 Attention = Literal["flash", "unfused"]
 Recompute = Literal["none", "selective", "full"]
@@ -104,6 +104,8 @@ def case_of(row: Row) -> Case:
     Raises:
         RefusedError: it lacks what nothing known of its source fills, or contradicts itself.
     """
+    if row.unreadable.startswith(LENGTH):
+        raise RefusedError(LENGTH)
     if row.unreadable:
         raise RefusedError(f"a cell cannot be read ({row.unreadable.split(' ')[0]})")
     if row.is_inconsistent:

@@ -27,6 +27,11 @@ _NUMBERS = (
     "peak_mem_gb",
 )  # fmt: skip
 _FLAGS = ("sequence_parallel", "flash_attention", "compiled")
+_RECOMPUTED = ("", "none", "selective", "full")
+# No run has more, and to trace a model of more layers, or of tensors that large, would take forever.
+_MOST = {"layers": 10_000, "hidden": 10**7, "ffn_hidden": 10**8}
+_MOST_OF_OTHERS = 10**9
+LENGTH = "the row has more or fewer cells than the header"  # begins `Row.unreadable`
 _TEXTS = ("source", "model", "gpu", "interconnect", "activation_recompute", "offload", "precision", "notes")
 
 
@@ -135,8 +140,8 @@ def _read_file(path: Path) -> Iterable[Row]:
             missing = [name for name in REQUIRED_COLUMNS if name not in (reader.fieldnames or ())]
             if missing:
                 raise ProfileError(
-                    f"{path}: has no column {', '.join(missing)}; it must be in the format of "
-                    "benchmarks/published/training.csv"
+                    f"{path}: {_why_not(reader.fieldnames or ())}has no column {', '.join(missing)}; it must be in the "
+                    "format of benchmarks/published/training.csv: UTF-8, with commas"
                 )
             return [_row(cells) for cells in reader]
     except OSError as error:
@@ -145,12 +150,24 @@ def _read_file(path: Path) -> Iterable[Row]:
         raise ProfileError(f"{path}: is no CSV: {error}") from None
 
 
+def _why_not(header: Sequence[str]) -> str:
+    """What the first line looks like instead, for people."""
+    if not header:
+        return "is empty, "
+    text = ",".join(header)
+    if "\x00" in text:
+        return "is not UTF-8, "
+    return "is separated by something else than commas, " if re.search(r"[;\t|]", text) else ""
+
+
 def _row(cells: dict[str | None, object]) -> Row:
     texts = {
         key: (value or "").strip() for key, value in cells.items() if key and (value is None or isinstance(value, str))
     }
     values: dict[str, object] = {"id": texts.get("id", "") or "no-id"}
     problems = []
+    if None in cells or None in cells.values():
+        problems.append(LENGTH)
     for name in _COUNTS + _NUMBERS:
         text = texts.get(name, "")
         if not text:
@@ -158,13 +175,23 @@ def _row(cells: dict[str | None, object]) -> Row:
         number = _number(text)
         if number is None or number < 0 or (name in _COUNTS and number != int(number)):
             problems.append(f"{name} is {text[:40]!r}, no number" if number is None else f"{name} is {text[:40]}")
+        elif number > _MOST.get(name, _MOST_OF_OTHERS):
+            problems.append(f"{name} is {text[:40]}, too large to be true")
         else:
             values[name] = int(number) if name in _COUNTS else number
+    heads, shared = values.get("heads"), values.get("kv_heads")
+    if isinstance(heads, int) and isinstance(shared, int) and shared and heads % shared:
+        problems.append(f"kv_heads is {shared}, no divisor of {heads} heads")
+    devices, experts = values.get("n_gpus"), values.get("ep")
+    if isinstance(devices, int) and isinstance(experts, int) and 0 < devices < experts:
+        problems.append(f"ep is {experts} on {devices} GPUs")
     for name in _FLAGS:
         values[name] = {"y": True, "yes": True, "true": True, "n": False, "no": False, "false": False}.get(
             texts.get(name, "").lower()
         )
     values |= {name: texts.get(name, "") for name in _TEXTS}
+    if (word := texts.get("activation_recompute", "").lower()) not in _RECOMPUTED:
+        problems.append(f"activation_recompute is {word[:40]!r}, not full, selective or none")
     values["outcome"] = {"oom": "oom", "failed": "failed", "ok": "ok"}.get(texts.get("outcome", "").lower(), "")
     values["unreadable"] = "; ".join(problems)
     return Row(**values)  # type: ignore[arg-type]
