@@ -21,8 +21,8 @@ from tests.test_trace import assert_equals_eager
 def test_every_name_of_the_design_is_there():
     wanted = (
         "gpt2 gpt2-medium gpt2-large gpt2-xl gpt3-1.3b gpt3-2.7b gpt3-6.7b gpt3-13b gpt3-175b llama2-7b llama2-13b "
-        "llama2-70b llama3-8b llama3-70b llama3-405b mixtral-8x7b mixtral-8x22b bert-base bert-large t5-small t5-base "
-        "t5-large t5-3b t5-11b vit-b16 vit-l16 vit-h14 unet-small unet unet-large resnet50 resnet101 resnet152 mlp "
+        "llama2-70b llama3-1b llama3-8b llama3-70b llama3-405b mixtral-8x7b mixtral-8x22b bert-base bert-large t5-small "
+        "t5-base t5-large t5-3b t5-11b vit-b16 vit-l16 vit-h14 unet-small unet unet-large resnet50 resnet101 resnet152 mlp "
         "gpt-tiny llama-tiny moe-tiny bert-tiny t5-tiny vit-tiny unet-tiny resnet-tiny mlp-tiny"
     )
 
@@ -37,6 +37,7 @@ def test_every_name_of_the_design_is_there():
         ("gpt3-175b", 175_000, -3),
         ("llama2-7b", 6738, 0),
         ("llama2-70b", 68_977, 0),
+        ("llama3-1b", 1498, 0),  # 1236 and a head of 263 of its own
         ("llama3-8b", 8030, 0),
         ("llama3-70b", 70_550, -1),
         ("llama3-405b", 405_850, -1),
