@@ -42,7 +42,7 @@ import torch.distributed as dist
 from planner.cluster import Cluster
 from planner.engine import STOCK, Engine, engine_named
 from planner.engine_seconds import least_engine_seconds
-from planner.errors import PlannerError
+from planner.errors import PlannerError, ProfileError
 from planner.graph import Graph
 from planner.measure import local_cluster
 from planner.measure.fabric import measure_here
@@ -467,7 +467,7 @@ class Check:
     def cluster_of(self, subject: Subject) -> Cluster:
         """This machine, with the rate of products that a subject has."""
         device = self.cluster.device
-        if subject.precision != "tf32" or "tf32" not in device.peak_flop_per_second:
+        if subject.precision != "tf32":
             return self.cluster
         peaks = {**device.peak_flop_per_second, "float32": device.peak_flop_per_second["tf32"]}
         return replace(self.cluster, device=replace(device, peak_flop_per_second=peaks))
@@ -486,6 +486,8 @@ class Check:
 
     def run(self, subject: Subject) -> None:
         """Profile and train one subject."""
+        if subject.precision == "tf32" and "tf32" not in self.cluster.device.peak_flop_per_second:
+            raise ProfileError(f"{self.cluster.device.name} has no rate of tf32")
         self.progress(f"{subject.name}: tracing")
         loaded = load_model(subject.model, sequence_length=subject.sequence_length, device="meta")
         graph = trace(

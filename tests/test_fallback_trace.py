@@ -381,7 +381,12 @@ class Keyed(nn.Linear):
 
 MISFITS = {
     "missing": (Classifier, {"tokens": TOKENS}, ["tokens: int64 [4, 5]", "labels", "forward takes"]),
-    "unexpected": (Classifier, {"tokens": TOKENS, "labels": TOKENS, "extra": TOKENS}, ["extra", "forward takes"]),
+    "unexpected": (
+        Classifier,
+        {"tokens": TOKENS, "labels": TOKENS, "extra": TOKENS},
+        ["extra", "forward takes", "y=None"],
+    ),
+    "more": (lambda: nn.Linear(6, 6), (torch.ones(4, 6), TOKENS[:, :1]), ["positional", "y=None"]),
     "dtype": (Classifier, {"tokens": TOKENS.float(), "labels": TOKENS}, [HERE, "Long, Int", "tokens: float32 [4, 5]"]),
     "length": (Classifier, {"tokens": TOKENS, "labels": TOKENS[:, :3]}, [HERE, "labels: int64 [4, 3]"]),
     "samples": (Classifier, (TOKENS, TOKENS[:3]), [HERE, "1: int64 [3, 5]"]),

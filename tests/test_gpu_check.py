@@ -10,6 +10,7 @@ import torch
 
 from benchmarks import gpu_check as bench
 from planner.engine import engine_named
+from planner.errors import PlanError
 from planner.profile import Profile
 from planner.runtime import trainer
 
@@ -17,8 +18,9 @@ MACHINE = {"device": "a device", "torch": "2.13.0"}
 
 
 def test_it_measures_trains_and_compares(tmp_path):
-    command = [sys.executable, "-m", "benchmarks.gpu_check", "mlp-tiny/fp32/2,4", "--device", "cpu", "--steps", "4",
-               "--budget", "150s", "--without", "equality,compile", "--out", str(tmp_path), "--json"]  # fmt: skip
+    subjects = ["mlp-tiny/fp32/2,4", "mlp-tiny/tf32/2"]
+    options = "--device cpu --steps 4 --budget 150s --without equality,compile --json".split()
+    command = [sys.executable, "-m", "benchmarks.gpu_check", *subjects, *options, "--out", str(tmp_path)]
 
     done = subprocess.run(command, capture_output=True, text=True, timeout=200, check=False)
 
@@ -31,7 +33,7 @@ def test_it_measures_trains_and_compares(tmp_path):
         assert min(row["measured_seconds"], row["predicted_seconds"], row["by_profile_seconds"]) > 0
         assert row["measured_share"] > 0
         assert row["measured_bytes"] is None or row["measured_bytes"] > 0.5 * row["predicted_bytes"]
-    assert found["left_out"] == []
+    assert ["tf32" in text for text in found["left_out"]] == [True]  # a CPU has none: left out, not run as fp32
     profile = Profile.load(tmp_path / "profile.json")
     assert {row.micro_batch for row in profile.blocks} == {2, 4}
     assert profile.optimizers
@@ -124,5 +126,7 @@ def test_a_plan_may_be_run_on_the_device_that_is_given(monkeypatch):
     monkeypatch.setattr("torch.distributed.get_world_size", lambda: 1)
     plan: Any = type("OnePlan", (), {"mesh": type("OneMesh", (), {"num_devices": 1}), "precision": "fp32"})
 
-    assert trainer._start(plan, torch.device("meta")) == torch.device("meta")
+    assert trainer._start(plan, torch.device("cpu")) == torch.device("cpu")
+    with pytest.raises(PlanError, match="device=meta does not train"):
+        trainer._start(plan, torch.device("meta"))
     assert trainer._start(plan, None).type in ("cpu", "cuda")

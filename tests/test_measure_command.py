@@ -2,6 +2,7 @@
 
 import json
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
@@ -91,6 +92,32 @@ def test_without_a_file_it_is_the_users_own(machine, capsys):
     out = capsys.readouterr().out
     assert json.loads(out)["machine"]["host"] == here.host
     assert default_path(here).read_text() == out
+
+
+def test_an_interrupted_measurement_says_what_is_kept(machine, monkeypatch, capsys):
+    def interrupted(arguments, progress):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("planner.cli_measure.measure", interrupted)
+
+    assert cli.main(["measure", "mlp-tiny", "--out", "p.json"]) == 130
+    assert "is kept; run it again to go on" in capsys.readouterr().err
+
+
+def test_a_wrong_profile_is_found_before_the_machine_is_measured(machine, monkeypatch, capsys):
+    def measured(*args, **kwargs):
+        raise AssertionError("measured first")
+
+    Path("p.json").write_text("{")
+    monkeypatch.setattr("planner.cli.cluster_named", measured)
+
+    assert cli.main(["plan", "mlp-tiny", "--cluster", "local", "--profile", "p.json"]) == 1
+    assert "p.json" in capsys.readouterr().err
+
+
+def test_names_are_no_markup(capsys):
+    assert cli.main(["cluster", "a:fire:[/b]"]) == 1
+    assert "a:fire:[/b]" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

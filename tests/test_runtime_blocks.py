@@ -1,6 +1,8 @@
 """Lowered blocks on one device: the eager module's loss, gradients, buffers and objects."""
 
 import copy
+import dataclasses
+from collections.abc import Mapping
 
 import pytest
 import torch
@@ -193,3 +195,27 @@ def test_a_shape_error_names_the_block_the_line_and_the_operator() -> None:
     assert note.startswith("in block blocks.0, ")
     assert "gpt.py:" in note
     assert note.endswith("(operator aten.layer_norm.default)")
+
+
+def seen_by_hooks(value: object) -> int:
+    """How many things FSDP's hooks look at in what a module is given: through containers and dataclasses."""
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        return 1 + sum(seen_by_hooks(getattr(value, each.name)) for each in dataclasses.fields(value))
+    if isinstance(value, Mapping):
+        return 1 + sum(map(seen_by_hooks, value.values()))
+    return 1 + sum(map(seen_by_hooks, value)) if isinstance(value, list | tuple) else 1
+
+
+def test_what_a_block_is_given_is_little_to_look_through():
+    graph, model = graph_of("gpt"), build("gpt")
+    stage = stage_of(graph, model, 2)
+    numbers: list[int] = []
+    for block in stage.blocks:
+        block.register_forward_pre_hook(
+            lambda _, args, kwargs: numbers.append(seen_by_hooks((args, kwargs))), with_kwargs=True
+        )
+
+    run(stage, graph, models.batch("gpt", 2, step=0))
+
+    assert len(numbers) == len(graph.blocks)
+    assert max(numbers) < 30

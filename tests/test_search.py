@@ -109,6 +109,21 @@ def test_what_was_not_solved_is_closed_before_it_is_ranked(large, monkeypatch):
     assert all(p.prediction.gap <= engine.GAP for p in found.plans)
 
 
+@pytest.mark.parametrize("cluster", [TIGHT, "2x8xA100-40GB"])
+def test_solving_whatever_could_rank_changes_no_ranking(large, cluster, monkeypatch):
+    place = Cluster.load(cluster)
+    found = search(large, place, global_batch=64)
+    monkeypatch.setattr(engine, "RATIO_MARGIN", 1.0)  # then every candidate is closed
+
+    every = search(large, place, global_batch=64)
+
+    assert every.statistics.solved_exactly >= found.statistics.solved_exactly
+    assert [(p.mesh, p.micro_batch) for p in found.plans] == [(p.mesh, p.micro_batch) for p in every.plans]
+    assert [p.prediction.step_seconds for p in found.plans] == pytest.approx(
+        [p.prediction.step_seconds for p in every.plans], rel=engine.GAP
+    )
+
+
 @pytest.mark.parametrize("share", [0.1, 0.4, 1.0])
 def test_the_search_finds_the_best_of_all_configurations_and_choices(share):
     """Brute force over everything: configurations x cuts x strategies, on a cluster where memory binds."""

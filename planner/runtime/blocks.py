@@ -67,7 +67,7 @@ class Program:
     count the tokens of experts.
 
     No dataclass: it is an argument of blocks, and FSDP's hooks (torch 2.13) look for tensors in all that a dataclass
-    holds, twice a pass. That took as long as the passes of a small block.
+    holds, twice a pass.
     """
 
     __slots__ = ("code", "constants", "counters", "inputs", "is_random", "mutated", "outputs", "sites", "sources")

@@ -640,7 +640,9 @@ def _start(plan: Plan, given: torch.device | None) -> torch.device:
             # One process without torchrun.
             dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)  # type: ignore[attr-defined]
     _check_world(dist.get_world_size(), wanted)
-    if given is not None and given.type != "cuda":
+    if given is not None and given.type not in ("cpu", "cuda"):
+        raise PlanError(f"device={given} does not train; give a cpu or cuda device")
+    if given is not None and given.type == "cpu":
         return given
     if given is not None or (torch.cuda.is_available() and "nccl" in dist.get_backend()):
         device = given or torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))

@@ -10,6 +10,7 @@ custom autograd Functions, tensor hooks, backward hooks, parametrizations.
 import contextlib
 import copy
 import inspect
+import re
 import traceback
 import warnings
 from collections.abc import Iterator, Sequence
@@ -351,7 +352,7 @@ def _runs_at(size: int, model: nn.Module, batch: object, dtype: torch.dtype, los
     if error := failure(num_samples(batch)):
         source = user_line(list(traceback.extract_tb(error.__traceback__)))
         place = "" if source == UNKNOWN else f"{source}: "
-        hint = _HINT if isinstance(error, TypeError) else ""
+        hint = _HINT if isinstance(error, TypeError) and _TAKES_LESS.search(str(error)) else ""
         raise ModelError(
             f"the model does not run on the batch {describe(batch, dtype)}: {place}{type(error).__name__}: "
             f"{first_line(error)}; its forward takes {_parameters_of(model)}{hint}"
@@ -359,6 +360,7 @@ def _runs_at(size: int, model: nn.Module, batch: object, dtype: torch.dtype, los
     return failure(size) is None
 
 
+_TAKES_LESS = re.compile(r"forward\(\) (takes .* positional|got an unexpected keyword)")
 _HINT = (
     "; all entries of a batch go to forward, so labels that only a loss_fn reads need a parameter there, too (y=None)"
 )

@@ -27,7 +27,7 @@ _NUMBERS = (
     "peak_mem_gb",
 )  # fmt: skip
 _FLAGS = ("sequence_parallel", "flash_attention", "compiled")
-_RECOMPUTED = ("", "none", "selective", "full")
+_RECOMPUTED = ("", "unknown", "none", "selective", "full")
 # No run has more, and to trace a model of more layers, or of tensors that large, would take forever.
 _MOST = {"layers": 10_000, "hidden": 10**7, "ffn_hidden": 10**8}
 _MOST_OF_OTHERS = 10**9
@@ -190,7 +190,9 @@ def _row(cells: dict[str | None, object]) -> Row:
             texts.get(name, "").lower()
         )
     values |= {name: texts.get(name, "") for name in _TEXTS}
-    if (word := texts.get("activation_recompute", "").lower()) not in _RECOMPUTED:
+    word = texts.get("activation_recompute", "").lower()
+    values["activation_recompute"] = "" if word == "unknown" else word
+    if word not in _RECOMPUTED:
         problems.append(f"activation_recompute is {word[:40]!r}, not full, selective or none")
     values["outcome"] = {"oom": "oom", "failed": "failed", "ok": "ok"}.get(texts.get("outcome", "").lower(), "")
     values["unreadable"] = "; ".join(problems)
