@@ -19,7 +19,7 @@ MACHINE = {"device": "a device", "torch": "2.13.0"}
 
 def test_it_measures_trains_and_compares(tmp_path):
     subjects = ["mlp-tiny/fp32/2,4", "mlp-tiny/tf32/2"]
-    options = "--device cpu --steps 4 --budget 150s --without equality,compile --json".split()
+    options = ["--device", "cpu", "--steps", "4", "--budget", "150s", "--without", "equality,compile", "--json"]
     command = [sys.executable, "-m", "benchmarks.gpu_check", *subjects, *options, "--out", str(tmp_path)]
 
     done = subprocess.run(command, capture_output=True, text=True, timeout=200, check=False)
