@@ -8,10 +8,11 @@ recipes as plans: DDP, FSDP, the ZeRO stage by the number of GPUs, Megatron's te
 
 Plans are made as `autoplan run` makes them, from this machine and the model's operators as measured here. They are run
 by the trainer on processes of one thread each, all plans in turns, so that other programs disturb all alike; of the
-first step in a turn nothing is counted. `measured` is the median of the steps of a plan, `least` their lower quartile;
-errors are of the median. Of what a rank holds the most is taken from torch's own records of its allocator in steps of
-their own: parameters, gradients, optimizer states, activations and buffers; not the interpreter, code, and what the C
-library keeps back.
+first step in a turn nothing is counted. Cores change their speed by a third within seconds (`planner.measure.pace`): a
+step's seconds are scaled to the pace at which this machine was measured; the summary has the error by the clock alone,
+too. `measured` is the median of the steps of a plan, `least` their lower quartile; errors are of the median. Of what a
+rank holds the most is taken from torch's own records of its allocator in steps of their own: parameters, gradients,
+optimizer states, activations and buffers; not the interpreter, code, and what the C library keeps back.
 
 Ctrl-C ends it and prints what is known by then.
 """
@@ -46,6 +47,7 @@ from planner.errors import ModelError, PlannerError, RunError
 from planner.graph import Graph
 from planner.measure import local_cluster
 from planner.measure.local import CPU_VARIABLES
+from planner.measure.pace import Paced
 from planner.plan import Plan
 from planner.profile import measured_cluster
 from planner.runtime.allocated import held_bytes, with_peak
@@ -77,6 +79,12 @@ class Planning:
     global_batch: int
     loaded: LoadedModel
     sharded: Any
+
+    @property
+    def pace(self) -> float:
+        """At which it was measured."""
+        assert self.cluster.device.pace_seconds is not None
+        return self.cluster.device.pace_seconds
 
     def best(self, **pins: Any) -> Plan:
         """The plan that `autoplan run --fix` would take."""
@@ -335,16 +343,21 @@ class _Served:
         for _ in range(2):
             trainer.step(self._part(trainer))
 
-    def steps(self, index: int, count: int) -> list[float]:
-        """Seconds of so many steps, one by one, after one that is not counted."""
+    def steps(self, index: int, count: int) -> list[tuple[float, float]]:
+        """Seconds of so many steps, one by one, after one that is not counted; each with the core's pace meanwhile."""
         trainer = self._trainers[index]
         part, seconds = self._part(trainer), []
-        for _ in range(count + 1):
+
+        def work() -> None:
             dist.barrier()
             start = time.perf_counter()
             trainer.step(part)
             seconds.append(time.perf_counter() - start)
-        return seconds[1:]
+
+        work()  # the caches hold another plan's data
+        paced = Paced()
+        paces = [paced.measure(work)[1] for _ in range(count)]
+        return list(zip(seconds[1:], paces, strict=True))
 
     def memory(self, text: str) -> int:
         """Bytes: the most that torch's allocator had given out at once in a step of a plan, less what was before it."""
@@ -381,7 +394,8 @@ class Row:
     plan: Plan
     is_choice: bool = False
     recipes: list[str] = field(default_factory=list)
-    seconds: list[float] = field(default_factory=list)
+    seconds: list[float] = field(default_factory=list)  # of steps, at the pace at which this machine was measured
+    clock_seconds: list[float] = field(default_factory=list)  # as they were
     measured_bytes: list[int] = field(default_factory=list)
     failure: str = ""
 
@@ -414,6 +428,7 @@ class Row:
         return {
             "plan": self.name, "is_choice": self.is_choice, "recipes": self.recipes, "failure": self.failure,
             "predicted_seconds": self.predicted_seconds, "measured_seconds": self.measured_seconds,
+            "clock_seconds": statistics.median(self.clock_seconds) if self.clock_seconds else None,
             "least_seconds": low, "num_steps": len(self.seconds), "error": self.error,
             "parts_seconds": dict(self.plan.prediction.parts_seconds),
             "predicted_bytes": self.predicted_bytes, "measured_bytes": self.measured_bytes,
@@ -449,8 +464,13 @@ def compared(made: Planning, ranks: Sequence[int], count: int) -> list[Row]:
     return sorted(rows.values(), key=lambda row: row.predicted_seconds)
 
 
-def measure(rows: Sequence[Row], pools: Mapping[int, Asked], steps: int, progress: Any, *, with_memory: bool) -> None:
-    """Fill the rows in: memory of each plan, then steps of all plans in turns, there and back."""
+def measure(
+    rows: Sequence[Row], pools: Mapping[int, Asked], steps: int, progress: Any, *, with_memory: bool, pace: float
+) -> None:
+    """Fill the rows in: memory of each plan, then steps of all plans in turns, there and back.
+
+    `pace` is that at which this machine was measured, as seconds of `planner.measure.pace`.
+    """
     if with_memory:
         for index, row in enumerate(rows):
             progress(f"memory of plan {index + 1} of {len(rows)}")
@@ -475,7 +495,10 @@ def measure(rows: Sequence[Row], pools: Mapping[int, Asked], steps: int, progres
                     pool.ask("build", index, row.plan.dumps(), limit_seconds=BUILD_SECONDS)
                     built.add(index)
                 found = pool.ask("steps", index, STEPS_IN_A_TURN, limit_seconds=GROUP_TIMEOUT_SECONDS)
-                row.seconds += [max(each) for each in zip(*found, strict=True)]
+                for of_ranks in zip(*found, strict=True):
+                    seconds, paces = zip(*of_ranks, strict=True)
+                    row.clock_seconds.append(max(seconds))
+                    row.seconds.append(max(seconds) * pace / max(paces))
 
 
 @contextlib.contextmanager
@@ -494,12 +517,20 @@ def summary(rows: Sequence[Row]) -> dict[str, Any]:
         if row.measured_seconds is not None
     ]
     found = accuracy(pairs)
+    by_clock = accuracy(
+        [
+            Pair(group="", predicted=row.predicted_seconds, measured=statistics.median(row.clock_seconds))
+            for row in rows
+            if row.clock_seconds
+        ]
+    )
     choice = next((row.measured_seconds for row in rows if row.is_choice), None)
     memory = sorted(abs(error) for row in rows for error in row.memory_errors)
     best = min((pair.measured for pair in pairs), default=None)
     return {
         "rows": len(rows), "failed": sum(bool(row.failure) for row in rows), "measured": found.count,
-        "median_error": found.median_ape, "p90_error": found.p90_ape, "bias": found.bias, "tau": found.tau,
+        "median_error": found.median_ape, "median_error_by_clock": by_clock.median_ape,
+        "p90_error": found.p90_ape, "bias": found.bias, "tau": found.tau,
         "regret": choice / best - 1 if choice and best else None,
         "memory_median_error": statistics.median(memory) if memory else None,
         "memory_worst_error": memory[-1] if memory else None,
@@ -553,7 +584,8 @@ def _print(rows: Sequence[Row], found: Mapping[str, Any]) -> None:
         notes = (["<- chosen"] if row.is_choice else []) + row.recipes + ([row.failure] if row.failure else [])
         print(f"{row.name:44}{time_text}{memory}  {'; '.join(notes)}".rstrip())
     if found["measured"]:
-        parts = [f"median error {found['median_error']:.1%}", f"bias {found['bias']:+.1%}"]
+        clock = f"{found['median_error_by_clock']:.1%} by the clock alone"
+        parts = [f"median error {found['median_error']:.1%} ({clock})", f"bias {found['bias']:+.1%}"]
         parts += [f"tau {found['tau']:.2f}"] if found["tau"] is not None else []
         parts += [f"regret {found['regret']:.1%}"] if found["regret"] is not None else []
         print(f"\ntime of {found['measured']} plans: {', '.join(parts)}")
@@ -579,7 +611,7 @@ def compare(
             progress("planning")
             rows = compared(made, ranks, plans)
             load = Load()
-            measure(rows, pools, steps, progress, with_memory=with_memory)
+            measure(rows, pools, steps, progress, with_memory=with_memory, pace=made.pace)
             other = load.cores(list(pools.values()))
         except KeyboardInterrupt:
             print("interrupted", file=sys.stderr)

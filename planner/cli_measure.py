@@ -5,6 +5,7 @@ import os
 import re
 import sys
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -91,6 +92,8 @@ def measure(arguments: argparse.Namespace, progress: OnProgress) -> tuple[Profil
     cluster = None if by_torchrun else _cluster(kind, arguments.nproc, progress)
     processes = int(os.environ["WORLD_SIZE"]) if cluster is None else cluster.num_devices
     machine = this_machine(kind, processes)
+    if kind == "cpu" and cluster is not None:
+        machine = replace(machine, pace_seconds=cluster.device.pace_seconds or 0.0)
     path = Path(arguments.out) if arguments.out else default_path(machine)
     profile = Profile(machine=machine)
     if path.exists():

@@ -276,6 +276,7 @@ class Device:
     cuda_names: tuple[str, ...] = ()  # as torch.cuda.get_device_name() says
     optimizer_seconds: Mapping[str, OptimizerSeconds] | None = field(default=None, hash=False)  # None: not measured
     sharding_seconds: ShardingSeconds | None = None  # None: in wrapper_seconds
+    pace_seconds: float | None = None  # of a CPU: those of `planner.measure.pace` when the rest was measured
     source: Mapping[str, str] = field(hash=False)
 
     def __post_init__(self) -> None:
@@ -473,6 +474,7 @@ _DEVICE_KEYS: Mapping[str, Callable[[object], object]] = {
     "cuda_names": _texts,
     "optimizer_seconds": _optional(_table(None, _optimizer)),
     "sharding_seconds": _optional(_sharding),
+    "pace_seconds": _optional(_not_negative),
     "source": _sources,
 }
 _LINK_KEYS: Mapping[str, Callable[[object], object]] = {
@@ -506,6 +508,7 @@ _OPTIONAL_KEYS = {
     "spread",
     "optimizer_seconds",
     "sharding_seconds",
+    "pace_seconds",
 }
 # Choices and names: they need no evidence.
 _NO_SOURCE = {

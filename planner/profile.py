@@ -11,7 +11,7 @@ import hashlib
 import json
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import MISSING, dataclass, fields, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any, Self, get_type_hints
@@ -42,6 +42,7 @@ class Machine:
     processes: int  # that measured at once
     threads: int  # of each
     date: str
+    pace_seconds: float = 0.0  # of a CPU: those of `planner.measure.pace` that rows are scaled to; 0: to none
 
     def differences(self, other: "Machine") -> list[str]:
         """What sets this machine apart from `other`, in words; the date, the driver and Python do not count."""
@@ -598,9 +599,10 @@ def read_row(kind: type[Any], value: object, path: str, faults: list[str]) -> An
         faults.append(f"{path} is missing" if value is None else f"{path} must be an object")
         return None
     hints = get_type_hints(kind)
+    defaults = {field.name: field.default for field in fields(kind) if field.default is not MISSING}
     found: dict[str, Any] = {}
     for name, wanted in hints.items():
-        item = value.get(name)
+        item = value.get(name, defaults.get(name))
         if wanted is float and isinstance(item, int) and not isinstance(item, bool):
             item = float(item)
         if wanted == tuple[str, ...] and isinstance(item, list) and all(isinstance(text, str) for text in item):

@@ -80,7 +80,8 @@ class FakeRanks:
         assert self.is_running, "steps of ranks that are gone"
         if self._sizes[arguments[0]] == 8:
             raise KeyboardInterrupt
-        return [[1.0 * self._sizes[arguments[0]]] * arguments[1], [1.5 * self._sizes[arguments[0]]] * arguments[1]]
+        size = self._sizes[arguments[0]]
+        return [[(2.0 * size, 0.001)] * arguments[1], [(3.0 * size, 0.002)] * arguments[1]]
 
 
 def rows(*sizes: int) -> list[bench.Row]:
@@ -92,10 +93,12 @@ def rows(*sizes: int) -> list[bench.Row]:
 def test_the_slowest_rank_counts_and_figures_are_of_the_median():
     found, pool = rows(2, 1, 4), FakeRanks()
 
-    bench.measure(found, {2: pool}, 4, lambda what: None, with_memory=True)
+    bench.measure(found, {2: pool}, 4, lambda what: None, with_memory=True, pace=0.001)
     figures = bench.summary(found)
 
-    assert [row.seconds for row in found] == [[3.0] * 4, [1.5] * 4, [6.0] * 4]
+    assert [row.clock_seconds for row in found] == [[6.0] * 4, [3.0] * 4, [12.0] * 4]
+    assert [row.seconds for row in found] == [[3.0] * 4, [1.5] * 4, [6.0] * 4]  # at half the pace it takes twice
+    assert figures["median_error_by_clock"] == pytest.approx(0.5)
     assert found[0].error == pytest.approx(0.0)
     assert found[0].memory_errors == pytest.approx([100 / 90 - 1, 100 / 110 - 1])
     assert figures["measured"] == 3
@@ -108,7 +111,7 @@ def test_the_slowest_rank_counts_and_figures_are_of_the_median():
 def test_a_plan_that_fails_is_a_row_with_the_reason_and_the_others_are_built_again():
     found, pool = rows(1, 2, 4), FakeRanks(failing="2")
 
-    bench.measure(found, {2: pool}, 4, lambda what: None, with_memory=False)
+    bench.measure(found, {2: pool}, 4, lambda what: None, with_memory=False, pace=0.001)
 
     assert found[1].failure == "rank 1: out of memory"
     assert [len(row.seconds) for row in found] == [4, 0, 4]
@@ -119,7 +122,7 @@ def test_what_is_known_when_it_is_interrupted_is_printed(capsys):
     found = rows(1, 8)
 
     with pytest.raises(KeyboardInterrupt):
-        bench.measure(found, {2: FakeRanks()}, 4, lambda what: None, with_memory=True)
+        bench.measure(found, {2: FakeRanks()}, 4, lambda what: None, with_memory=True, pace=0.001)
     bench._print(found, {**bench.summary(found), "other_load_cores": 0.25})
 
     out = capsys.readouterr().out

@@ -38,6 +38,7 @@ RANK = {
     "reduce": [[1, 4e-4], [8, 3.9e-4]],
     "message": [[1, 1e-4]],
     "pass": [[1, 1e-3]],
+    "pace": [[1, 1.5e-3]],
     # 1e-9 s for a byte, 30 us for each of 16 tensors, 250 us if they are sharded.
     **{
         f"optimizer_{name}": [[65536, 16 * 30e-6 + 65536e-9], [16777216, 16 * 30e-6 + 16777216e-9]]

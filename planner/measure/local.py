@@ -38,6 +38,7 @@ from planner.cluster import (
     link_named,
 )
 from planner.errors import ClusterError
+from planner.measure.pace import Paced
 from planner.measure.processes import Worker, end_with_parent, forward_lines, last_line, say, start_process, stop
 from planner.measure.wrappers import (
     FEW_TENSORS,
@@ -49,15 +50,20 @@ from planner.measure.wrappers import (
     pipeline_seconds,
     wrapper_rows,
 )
+from planner.measure.wrappers import (
+    Rows as _Rows,
+)
 from planner.runtime.machine import cpu_model, num_cores
 
 _log = logging.getLogger(__name__)
 
-_FORMAT = 6  # changes with the meaning of a cached number
+_FORMAT = 7  # changes with the meaning of a cached number
 _MAX_PROCESSES = 16
 _TIMEOUT_SECONDS = 90.0
 _WAIT_SECONDS = 120.0  # of ranks for the first one, which measures
-_STEPS = ("start", "matmul", "memory", "dispatch", "attention", "convolution", "optimizer", "gloo", "wrapper")
+_STEPS = (
+    "start", "matmul", "memory", "dispatch", "attention", "convolution", "optimizer", "gloo", "wrapper", "schedule",
+)  # fmt: skip
 _SOURCE = "measured here with all processes busy"
 CPU_VARIABLES = {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}  # of a rank on one core
 
@@ -247,6 +253,7 @@ def _cpu_cluster(num_processes: int, ranks: Sequence[Mapping[str, object]]) -> C
         block_seconds=_rounded(max(0.0, slowest["block"][0][1] - slowest["dispatch"][0][1])),
         pass_seconds=_rounded(_pass_seconds(slowest, num_processes)),
         sharding_seconds=_sharding_seconds(slowest, num_processes),
+        pace_seconds=_rounded(slowest["pace"][0][1]),
         optimizer_seconds=_optimizer_seconds(slowest),
         synchronous_dispatch=True,
         # The ranks have one core each: what gloo's threads take is taken from computing.
@@ -436,35 +443,49 @@ def _work(rank: int, num_processes: int, folder: str) -> None:
     )
     result: dict[str, object] = {"resident_bytes": resident}
     say("start")
-    say("matmul")
-    for dtype, sizes in (
-        (torch.float32, (16, 32, 64, 128, 256, 512)),
-        (torch.float64, (256, 512)),
-        (torch.bfloat16, (256, 512)),
-    ):
-        result[f"matmul_{str(dtype).removeprefix('torch.')}"] = _matmul_rows(dtype, sizes)
-    say("memory")
-    result["memory"] = _memory_rows()
-    result["copy"] = [(float(1 << 26), _copy_seconds(1 << 26))]
-    say("dispatch")
-    result["dispatch"] = [(1, _dispatch_seconds())]
-    result["block"] = [(1, _block_seconds())]
-    say("attention")
-    result.update(_attention_rows())
-    say("convolution")
-    result["convolution"] = _convolution_rows()
-    say("optimizer")
-    result.update(optimizer_rows(num_processes))
-    if num_processes > 1:
-        say("gloo")
-        result.update(_collective_rows(rank, num_processes))
-        say("wrapper")
-        result.update(wrapper_rows(num_processes))
-        result["message"] = [(1, message_seconds(rank, num_processes))]
-        result["pass"] = [(1, pipeline_seconds(rank, num_processes))]
+    paced = Paced()
+    found: list[tuple[_Rows, float]] = []
+    for step, make in _pieces(rank, num_processes).items():
+        say(step)
+        found.append(paced.measure(make))
+    typical = statistics.median(pace for _, pace in found)
+    for rows, pace in found:
+        for name, points in rows.items():
+            result[name] = [(size, seconds * typical / pace) for size, seconds in points]
+    result["pace"] = [(1, typical)]
     dist.barrier()
     say(json.dumps(result))
     dist.destroy_process_group()
+
+
+def _pieces(rank: int, num_processes: int) -> dict[str, Callable[[], _Rows]]:
+    """What there is to measure, in order, by step; each gives rows by name, of sizes and seconds."""
+
+    def matmul() -> _Rows:
+        dtypes = (
+            (torch.float32, (16, 32, 64, 128, 256, 512)),
+            (torch.float64, (256, 512)),
+            (torch.bfloat16, (256, 512)),
+        )
+        return {f"matmul_{str(dtype).removeprefix('torch.')}": _matmul_rows(dtype, sizes) for dtype, sizes in dtypes}
+
+    alone: dict[str, Callable[[], _Rows]] = {
+        "matmul": matmul,
+        "memory": lambda: {"memory": _memory_rows(), "copy": [(float(1 << 26), _copy_seconds(1 << 26))]},
+        "dispatch": lambda: {"dispatch": [(1, _dispatch_seconds())], "block": [(1, _block_seconds())]},
+        "attention": _attention_rows,
+        "convolution": lambda: {"convolution": _convolution_rows()},
+        "optimizer": lambda: optimizer_rows(num_processes),
+    }
+    together: dict[str, Callable[[], _Rows]] = {
+        "gloo": lambda: _collective_rows(rank, num_processes),
+        "wrapper": lambda: wrapper_rows(num_processes),
+        "schedule": lambda: {
+            "message": [(1, message_seconds(rank, num_processes))],
+            "pass": [(1, pipeline_seconds(rank, num_processes))],
+        },
+    }
+    return alone | (together if num_processes > 1 else {})
 
 
 def _resident_bytes() -> int:
@@ -592,7 +613,7 @@ def _block_seconds() -> float:
     return _work_seconds(work, 0.2) / (2 * len(blocks))
 
 
-def _attention_rows() -> dict[str, object]:
+def _attention_rows() -> _Rows:
     forward_rows, backward_rows = [], []
     for length in (128, 512):
         query = torch.randn(2, 4, length, 32, requires_grad=True)
@@ -627,7 +648,7 @@ def _convolution_rows() -> list[tuple[float, float]]:
     return rows
 
 
-def _collective_rows(rank: int, num_processes: int) -> dict[str, object]:
+def _collective_rows(rank: int, num_processes: int) -> _Rows:
     rows: dict[str, list[tuple[float, float]]] = {
         name: [] for name in ("all_reduce", "all_gather", "reduce_scatter", "send_recv")
     }
@@ -653,7 +674,7 @@ def _collective_rows(rank: int, num_processes: int) -> dict[str, object]:
                 times.append(time.perf_counter() - start)
             whole.fill_(1.0)
             rows[name].append((count * 4.0, _typical(times)))
-    return dict(rows)
+    return rows
 
 
 def _repeats(work: Callable[[], object], budget_seconds: float) -> int:

@@ -18,6 +18,7 @@ import torch.distributed as dist
 
 from planner.errors import ProfileError
 from planner.measure.local import CPU_VARIABLES
+from planner.measure.pace import Paced
 from planner.measure.passes import Case, measure_passes
 from planner.measure.processes import end_with_parent, listening, say
 from planner.profile import BlockRow, OperatorRow, Profile
@@ -50,7 +51,7 @@ def measure_operators(
     num_processes = machine.processes if machine.kind == "cpu" else 1
 
     def code_of(rank: int, folder: str) -> str:
-        arguments = f"{rank}, {num_processes}, {folder!r}, {machine.kind!r}, {each}"
+        arguments = f"{rank}, {num_processes}, {folder!r}, {machine.kind!r}, {each}, {machine.pace_seconds}"
         return f"from planner.measure.operators import work; work({arguments})"
 
     def prepare(folder: Path) -> None:
@@ -107,8 +108,8 @@ def _slowest(answers: Sequence[dict[str, Any]]) -> list[BlockRow | OperatorRow]:
     return [max(blocks, key=seconds), *operators.values()]
 
 
-def work(rank: int, num_processes: int, folder: str, kind: str, seconds: float) -> None:
-    """Measure all cases, the body of a process: one JSON line each."""
+def work(rank: int, num_processes: int, folder: str, kind: str, seconds: float, pace: float = 0.0) -> None:
+    """Measure all cases, the body of a process: one JSON line each. Seconds are scaled to a `pace` that is not 0."""
     end_with_parent()
     if kind == "cpu":
         torch.set_num_threads(1)
@@ -120,11 +121,16 @@ def work(rank: int, num_processes: int, folder: str, kind: str, seconds: float) 
             timeout=timedelta(seconds=_GRACE_SECONDS),
         )  # fmt: skip
     say(_READY)
+    paced = Paced() if pace else None
     for index, case in enumerate(todo):
         if num_processes > 1:
             dist.barrier()
         try:
-            passes = measure_passes(case, device, seconds)
+            if paced is None:
+                passes = measure_passes(case, device, seconds)
+            else:
+                found, its_pace = paced.measure(lambda case=case: measure_passes(case, device, seconds))  # type: ignore[misc]
+                passes = found.scaled(pace / its_pace)
         except Exception as error:  # too little memory, values that a user's operator does not take, and so on
             words = str(error).partition("\n")[0]
             say(json.dumps({"case": index, "error": f"{type(error).__name__}: {words}"}))

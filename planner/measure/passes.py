@@ -37,6 +37,7 @@ _ASSUMED_CACHE_BYTES = 2**25
 _CALLS = 500  # of an operator on one element, to know what a call takes
 _VALUE_SCALE = 0.02
 _SEED = 0
+_BLOCK_SECONDS = ("forward_seconds", "backward_seconds", "forward_host_seconds", "backward_host_seconds")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -93,6 +94,13 @@ class Passes:
 
     block: BlockRow
     operators: tuple[OperatorRow, ...]
+
+    def scaled(self, factor: float) -> "Passes":
+        """The same with all seconds times a factor."""
+        seconds: dict[str, Any] = {n: _rounded(getattr(self.block, n) * factor) for n in _BLOCK_SECONDS}
+        block = replace(self.block, **seconds)
+        rows = tuple(replace(row, seconds=_rounded(row.seconds * factor)) for row in self.operators)
+        return Passes(block=block, operators=rows)
 
 
 def measure_passes(case: Case, device: torch.device, budget_seconds: float) -> Passes:

@@ -3,6 +3,7 @@
 import contextlib
 import logging
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Literal
 
 from planner.cluster import Cluster
@@ -73,14 +74,15 @@ def local_measuring(
 
     def measure(graph: Graph) -> Profile:
         processes = cluster.num_devices
-        machine = this_machine("cpu", processes)
+        machine = replace(this_machine("cpu", processes), pace_seconds=cluster.device.pace_seconds or 0.0)
         profile = Profile(machine=machine)
         folder = cache_folder()
         path = None if folder is None else folder / f"operators-{machine_digest(processes)}.json"
         if path is not None and path.exists():
             with contextlib.suppress(ProfileError):
                 kept = Profile.load(path)
-                profile = profile if kept.machine.differences(machine) else kept
+                is_alike = kept.machine.pace_seconds == machine.pace_seconds  # else the machine was measured again
+                profile = kept if is_alike and not kept.machine.differences(machine) else profile
         todo = affordable(cases([(graph, {})], run_micro_batches(global_batch)), cluster, budget_seconds)
 
         def keep(found: Profile) -> None:
