@@ -57,9 +57,11 @@ from planner.runtime.machine import cpu_model, num_cores
 
 _log = logging.getLogger(__name__)
 
-_FORMAT = 7  # changes with the meaning of a cached number
+_FORMAT = 8  # changes with the meaning of a cached number
 _MAX_PROCESSES = 16
 _TIMEOUT_SECONDS = 90.0
+_BETWEEN_SIZE, _BETWEEN_PRODUCTS = 128, 10  # about half a millisecond of computing between collectives
+_COLLECTIVE_SECONDS = 0.3  # for each of them and each size
 _WAIT_SECONDS = 120.0  # of ranks for the first one, which measures
 _STEPS = (
     "start", "matmul", "memory", "dispatch", "attention", "convolution", "optimizer", "gloo", "wrapper", "schedule",
@@ -332,7 +334,7 @@ def _gloo_link(num_processes: int, slowest: Mapping[str, list[tuple[float, float
     launch = _rounded(least / 2)
     latency = _rounded(least / 2 / steps["all_reduce"])
     sent_rates = {}
-    for collective in ("all_reduce", "all_gather", "reduce_scatter", "send_recv"):
+    for collective in ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "send_recv"):
         share = (num_processes - 1) / num_processes
         share = {"all_reduce": 2 * share, "send_recv": 1.0}.get(collective, share)
         fixed = launch + steps.get(collective, num_processes - 1) * latency
@@ -649,40 +651,53 @@ def _convolution_rows() -> list[tuple[float, float]]:
 
 
 def _collective_rows(rank: int, num_processes: int) -> _Rows:
-    rows: dict[str, list[tuple[float, float]]] = {
-        name: [] for name in ("all_reduce", "all_gather", "reduce_scatter", "send_recv")
-    }
+    """What a collective adds to a loop that computes in between, in the mean.
+
+    With as many processes as cores, what gloo's threads do waits for a turn: a small message takes 0.2 ms, or now and
+    then a tick of the system's clock, 4 ms. Typical seconds do not show that; a step has all of it. Back to back, as no
+    model communicates, a call takes less: its threads are awake.
+    """
+    rows: _Rows = {name: [] for name in ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "send_recv")}
     for size in (1 << 12, 1 << 16, 1 << 20, 1 << 23, 1 << 25):
         count = size // 4 // num_processes * num_processes
-        whole, part = torch.ones(count), torch.ones(count // num_processes)
-        budget = 0.05 if size < 1 << 23 else 0.15
+        whole, other, part = torch.ones(count), torch.ones(count), torch.ones(count // num_processes)
         works: dict[str, Callable[[], object]] = {
             "all_reduce": lambda whole=whole: dist.all_reduce(whole),  # type: ignore[misc]
             "all_gather": lambda whole=whole, part=part: dist.all_gather_into_tensor(whole, part),  # type: ignore[misc]
             "reduce_scatter": lambda whole=whole, part=part: dist.reduce_scatter_tensor(part, whole),  # type: ignore[misc]
+            "all_to_all": lambda whole=whole, other=other: dist.all_to_all_single(other, whole),  # type: ignore[misc]
             "send_recv": lambda whole=whole: _pass_round(whole, rank, num_processes),  # type: ignore[misc]
         }
         for name, work in works.items():
-            # All ranks must call as often: rank 0's clock decides beforehand.
-            repeats = torch.tensor([_repeats(work, budget)])
-            dist.broadcast(repeats, 0)
-            dist.barrier()
-            times = []
-            for _ in range(int(repeats)):
-                start = time.perf_counter()
-                work()
-                times.append(time.perf_counter() - start)
+            rows[name].append((count * 4.0, _added_seconds(work)))
             whole.fill_(1.0)
-            rows[name].append((count * 4.0, _typical(times)))
     return rows
 
 
-def _repeats(work: Callable[[], object], budget_seconds: float) -> int:
-    work()
-    start = time.perf_counter()
-    work()
-    seconds = time.perf_counter() - start
-    return max(3, min(200, math.ceil(budget_seconds / max(seconds, 1e-6))))
+def _added_seconds(communicate: Callable[[], object]) -> float:
+    """Mean seconds that a collective adds to computing; all ranks call it together."""
+    matrix, out = torch.ones(_BETWEEN_SIZE, _BETWEEN_SIZE), torch.empty(_BETWEEN_SIZE, _BETWEEN_SIZE)
+
+    def compute() -> None:
+        for _ in range(_BETWEEN_PRODUCTS):
+            torch.mm(matrix, matrix, out=out)
+
+    def loop(repeats: int, *works: Callable[[], object]) -> float:
+        dist.barrier()
+        start = time.perf_counter()
+        for _ in range(repeats):
+            for work in works:
+                work()
+        return (time.perf_counter() - start) / repeats
+
+    once = loop(5, compute, communicate)
+    shared = torch.tensor([once])
+    dist.broadcast(shared, 0)  # all ranks must call as often
+    repeats = max(10, min(300, math.ceil(_COLLECTIVE_SECONDS / float(shared))))
+    before = loop(repeats, compute)
+    both = loop(repeats, compute, communicate)
+    alone = (before + loop(repeats, compute)) / 2
+    return max(both - alone, 0.1 * both)
 
 
 def _pass_round(data: torch.Tensor, rank: int, num_processes: int) -> None:

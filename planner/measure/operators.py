@@ -18,7 +18,6 @@ import torch.distributed as dist
 
 from planner.errors import ProfileError
 from planner.measure.local import CPU_VARIABLES
-from planner.measure.pace import Paced
 from planner.measure.passes import Case, measure_passes
 from planner.measure.processes import end_with_parent, listening, say
 from planner.profile import BlockRow, OperatorRow, Profile
@@ -121,16 +120,11 @@ def work(rank: int, num_processes: int, folder: str, kind: str, seconds: float, 
             timeout=timedelta(seconds=_GRACE_SECONDS),
         )  # fmt: skip
     say(_READY)
-    paced = Paced() if pace else None
     for index, case in enumerate(todo):
         if num_processes > 1:
             dist.barrier()
         try:
-            if paced is None:
-                passes = measure_passes(case, device, seconds)
-            else:
-                found, its_pace = paced.measure(lambda case=case: measure_passes(case, device, seconds))  # type: ignore[misc]
-                passes = found.scaled(pace / its_pace)
+            passes = measure_passes(case, device, seconds, pace=pace)
         except Exception as error:  # too little memory, values that a user's operator does not take, and so on
             words = str(error).partition("\n")[0]
             say(json.dumps({"case": index, "error": f"{type(error).__name__}: {words}"}))

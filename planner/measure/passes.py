@@ -20,6 +20,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from planner.graph import Batch, BlockClass, Graph, Operand, Ref, reads
+from planner.measure.pace import Paced
 from planner.profile import BlockRow, OperatorRow, block_key, operator_name
 from planner.runtime.blocks import Lowered, constant, dtype_of, lower_block, shape_of
 from planner.runtime.peers import ALONE, Peers
@@ -37,7 +38,6 @@ _ASSUMED_CACHE_BYTES = 2**25
 _CALLS = 500  # of an operator on one element, to know what a call takes
 _VALUE_SCALE = 0.02
 _SEED = 0
-_BLOCK_SECONDS = ("forward_seconds", "backward_seconds", "forward_host_seconds", "backward_host_seconds")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -95,36 +95,38 @@ class Passes:
     block: BlockRow
     operators: tuple[OperatorRow, ...]
 
-    def scaled(self, factor: float) -> "Passes":
-        """The same with all seconds times a factor."""
-        seconds: dict[str, Any] = {n: _rounded(getattr(self.block, n) * factor) for n in _BLOCK_SECONDS}
-        block = replace(self.block, **seconds)
-        rows = tuple(replace(row, seconds=_rounded(row.seconds * factor)) for row in self.operators)
-        return Passes(block=block, operators=rows)
 
+def measure_passes(case: Case, device: torch.device, budget_seconds: float, *, pace: float = 0.0) -> Passes:
+    """Passes of a case until their spread is small or the budget is used up; five of each kind at least.
 
-def measure_passes(case: Case, device: torch.device, budget_seconds: float) -> Passes:
-    """Passes of a case until their spread is small or the budget is used up; five of each kind at least."""
+    Seconds are scaled to a `pace` (see `planner.measure.pace`) that is not 0.
+    """
     with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
         torch.manual_seed(_SEED)
         block = _Block(case, device)
         flush = _flush(case, device)
         block.run(block.fresh_inputs())  # what is done once: choice of kernels, work space
         bytes_of = block.memory()
-        end = time.perf_counter() + budget_seconds / 2
-        walls: list[tuple[float, float]] = []
-        while _goes_on([sum(wall) for wall in walls], end):
+        timer = _Timer(device)
+        paced = Paced() if pace else None
+
+        def measured(seconds_of: Callable[[list[torch.Tensor]], Sequence[float]]) -> list[float]:
             inputs = block.fresh_inputs()
             flush()
-            walls.append(block.run(inputs))
+            if paced is None:
+                return list(seconds_of(inputs))
+            seconds, pace_of_pass = paced.measure(lambda: seconds_of(inputs))
+            return [value * pace / pace_of_pass for value in seconds]
+
         end = time.perf_counter() + budget_seconds / 2
-        timer = _Timer(device)
+        walls: list[list[float]] = []
+        while _goes_on([sum(wall) for wall in walls], end):
+            walls.append(measured(block.run))
+        end = time.perf_counter() + budget_seconds / 2
         call = _call_seconds(timer) if device.type == "cpu" else 0.0
         columns: list[list[float]] = []
         while _goes_on([sum(column) for column in columns], end):
-            inputs = block.fresh_inputs()
-            flush()
-            columns.append(timer.seconds(block, inputs))
+            columns.append(measured(lambda inputs: timer.seconds(block, inputs)))
     return _rows(case, device, walls, columns, timer.calls, bytes_of, call)
 
 
@@ -149,7 +151,7 @@ def spread(values: Sequence[float]) -> float:
 def _rows(
     case: Case,
     device: torch.device,
-    walls: Sequence[tuple[float, float]],
+    walls: Sequence[Sequence[float]],
     columns: Sequence[Sequence[float]],
     calls: Sequence[tuple[Launched, str]],
     bytes_of: "_Memory",

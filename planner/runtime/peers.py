@@ -12,7 +12,7 @@ They are ranks of FSDP as those of `dp_shard` are, which averages over them what
 import logging
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -27,6 +27,7 @@ from planner.errors import PlanError, SolverError
 from planner.graph import Graph, Node, Size
 from planner.plan import Plan
 from planner.runtime.parts import AXIS, EXPERTS, TensorParallel
+from planner.runtime.zero import local
 from planner.shard.chain import AxisSplit, Link, chained
 from planner.shard.placement import Placement, Q, R, Sharding, effective, operands_of
 from planner.shard.program import Prices, resharded
@@ -245,8 +246,33 @@ def held(value: torch.Tensor) -> torch.Tensor:
 
     Its gradient is stored as the parameter is. For one that is whole but only partly used here (placement Q), that is
     a part of the sum.
+
+    Not `DTensor.to_local` with gradients (torch 2.13): it wraps each gradient, which autograd then adds by way of
+    DTensor's dispatch, 0.14 ms of processor time for a parameter and micro-batch; and it takes a gradient that another
+    parameter has as well for its own, so that what the next micro-batch adds to one is added to both.
     """
-    return value.to_local() if isinstance(value, DTensor) else value
+    if not isinstance(value, DTensor):
+        return value
+    part = local(value)
+    if not (value.requires_grad and torch.is_grad_enabled()):
+        return part
+    leaf = part.detach().requires_grad_()
+    leaf.register_post_accumulate_grad_hook(partial(_hand_on, value))  # type: ignore[no-untyped-call]
+    return leaf
+
+
+def _hand_on(parameter: DTensor, leaf: torch.Tensor) -> None:
+    """Add a gradient that autograd has left at a leaf to that of its parameter."""
+    gradient, leaf.grad = leaf.grad, None
+    if gradient is None:
+        return
+    if parameter.grad is not None:
+        local(parameter.grad).add_(gradient)
+        return
+    parameter.grad = DTensor.from_local(
+        gradient, parameter.device_mesh, parameter.placements, run_check=False, shape=parameter.shape,
+        stride=parameter.stride(),
+    )  # fmt: skip
 
 
 # Whose prices say where to communicate for another batch shape than the planned one; where parameters are held is
