@@ -7,8 +7,8 @@ schedule) `--plans` are run that are spread over the predicted time, the planner
 recipes as plans: DDP, FSDP, the ZeRO stage by the number of GPUs, Megatron's tensor parallelism inside a node first.
 
 Plans are made as `autoplan run` makes them, from this machine and the model's operators as measured here. They are run
-by the trainer on processes of one thread each, all plans in turns, so that other programs disturb all alike; of the
-first step in a turn nothing is counted. Cores change their speed by a third within seconds (`planner.measure.pace`): a
+by the trainer on processes of one thread each, one after the other, there and back, so that other programs disturb all
+alike; the first steps do not count. Cores change their speed by a third within seconds (`planner.measure.pace`): a
 step's seconds are scaled to the pace at which this machine was measured; the summary has the error by the clock alone,
 too. `measured` is the median of the steps of a plan, `least` their lower quartile; errors are of the median. Of what a
 rank holds the most is taken from torch's own records of its allocator in steps of their own: parameters, gradients,
@@ -61,8 +61,8 @@ from planner.zoo.load import LoadedModel, load_model
 from planner.zoo.text import random_batch
 
 GROUP_TIMEOUT_SECONDS = 120.0
-BUILD_SECONDS = 180.0  # that a plan may take until it trains
-STEPS_IN_A_TURN = 2  # that count; one before them does not
+PLAN_SECONDS = 300.0  # that a plan may take to be built and to train for some steps
+WARM_UP_STEPS = 3
 MEMORY_STEPS = 2  # before: then optimizer states are there
 SEED = 0
 
@@ -212,9 +212,6 @@ class RankError(Exception):
 class Asked(Protocol):
     """What `measure` needs of `Ranks`."""
 
-    @property
-    def is_running(self) -> bool: ...
-
     def ask(self, command: str, *arguments: Any, limit_seconds: float) -> list[Any]: ...
 
 
@@ -225,11 +222,6 @@ class Ranks:
         self.size, self._model, self._batch, self._folder = size, model, global_batch, folder
         self._processes: list[tuple[Any, Connection]] = []
         self._starts = 0
-
-    @property
-    def is_running(self) -> bool:
-        """Whether there are processes, with what they have built."""
-        return bool(self._processes)
 
     def ask(self, command: str, *arguments: Any, limit_seconds: float) -> list[Any]:
         """What each rank answers.
@@ -335,29 +327,27 @@ class _Served:
         assert isinstance(drawn, dict)
         self._batch: dict[str, torch.Tensor] = drawn
         self._model = model
-        self._trainers: dict[int, Any] = {}
 
-    def build(self, index: int, text: str) -> None:
-        """Make a trainer, and let it take the steps that count nowhere."""
-        self._trainers[index] = trainer = self._trainer(text)
-        for _ in range(2):
-            trainer.step(self._part(trainer))
+    def train(self, text: str, count: int) -> list[tuple[float, float]]:
+        """Seconds of so many steps after warm-up, one by one, each with the core's pace meanwhile.
 
-    def steps(self, index: int, count: int) -> list[tuple[float, float]]:
-        """Seconds of so many steps, one by one, after one that is not counted; each with the core's pace meanwhile."""
-        trainer = self._trainers[index]
+        No other trainer is there: what it held would stand in the caches, and scatter the memory.
+        """
+        gc.collect()
+        trainer = self._trainer(text)
         part, seconds = self._part(trainer), []
 
-        def work() -> None:
+        def step() -> None:
             dist.barrier()
             start = time.perf_counter()
             trainer.step(part)
             seconds.append(time.perf_counter() - start)
 
-        work()  # the caches hold another plan's data
+        for _ in range(WARM_UP_STEPS):
+            step()
         paced = Paced()
-        paces = [paced.measure(work)[1] for _ in range(count)]
-        return list(zip(seconds[1:], paces, strict=True))
+        paces = [paced.measure(step)[1] for _ in range(count)]
+        return list(zip(seconds[WARM_UP_STEPS:], paces, strict=True))
 
     def memory(self, text: str) -> int:
         """Bytes: the most that torch's allocator had given out at once in a step of a plan, less what was before it."""
@@ -467,38 +457,29 @@ def compared(made: Planning, ranks: Sequence[int], count: int) -> list[Row]:
 def measure(
     rows: Sequence[Row], pools: Mapping[int, Asked], steps: int, progress: Any, *, with_memory: bool, pace: float
 ) -> None:
-    """Fill the rows in: memory of each plan, then steps of all plans in turns, there and back.
+    """Fill the rows in: steps of each plan, of half of them there and of the other half back, then memory.
+
+    A process in which torch's profiler has been on, which tells of memory, is slower ever after (torch 2.13).
 
     `pace` is that at which this machine was measured, as seconds of `planner.measure.pace`.
     """
-    if with_memory:
-        for index, row in enumerate(rows):
-            progress(f"memory of plan {index + 1} of {len(rows)}")
-            with _noted(row):
-                row.measured_bytes = pools[row.plan.devices].ask(
-                    "memory", row.plan.dumps(), limit_seconds=BUILD_SECONDS
-                )
-    built: set[int] = set()
-    turns = -(-steps // STEPS_IN_A_TURN)
-    for turn in range(turns):
-        order = range(len(rows)) if turn % 2 == 0 else range(len(rows) - 1, -1, -1)
-        for index in order:
-            row = rows[index]
+    halves = [half for half in (steps - steps // 2, steps // 2) if half]
+    for turn, count in enumerate(halves):
+        for row in rows if turn == 0 else rows[::-1]:
             if row.failure:
                 continue
-            progress(f"turn {turn + 1} of {turns}, {row.name}")
-            pool = pools[row.plan.devices]
+            progress(f"turn {turn + 1} of {len(halves)}, {row.name}")
             with _noted(row):
-                if not pool.is_running:  # another plan's failure ended them
-                    built -= {i for i in built if rows[i].plan.devices == row.plan.devices}
-                if index not in built:
-                    pool.ask("build", index, row.plan.dumps(), limit_seconds=BUILD_SECONDS)
-                    built.add(index)
-                found = pool.ask("steps", index, STEPS_IN_A_TURN, limit_seconds=GROUP_TIMEOUT_SECONDS)
+                found = pools[row.plan.devices].ask("train", row.plan.dumps(), count, limit_seconds=PLAN_SECONDS)
                 for of_ranks in zip(*found, strict=True):
                     seconds, paces = zip(*of_ranks, strict=True)
                     row.clock_seconds.append(max(seconds))
                     row.seconds.append(max(seconds) * pace / max(paces))
+    for row in rows if with_memory else ():
+        if not row.failure:
+            progress(f"memory of {row.name}")
+            with _noted(row):
+                row.measured_bytes = pools[row.plan.devices].ask("memory", row.plan.dumps(), limit_seconds=PLAN_SECONDS)
 
 
 @contextlib.contextmanager
