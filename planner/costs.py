@@ -68,6 +68,7 @@ Ints = NDArray[np.int64]
 
 # Kernels of one optimizer step per parameter and bytes moved per element in units of the master's width: the loop and
 # the foreach form of torch.optim do one elementwise kernel after the other (torch/optim/adamw.py, sgd.py).
+_SMALL_ALL_REDUCES = 3  # of the runtime, a step: samples of all ranks, valid targets, loss and gradient norm
 _OPTIMIZER_KERNELS = {"adamw": 8, "adam": 7, "momentum": 3, "sgd": 1}
 _OPTIMIZER_PASSES = {"adamw": 20, "adam": 18, "momentum": 8, "sgd": 3}
 
@@ -118,7 +119,7 @@ class Costs:
     prelude_bytes: float  # on every stage, per micro-batch in flight
     input_bytes: float  # the rank's part of the batch, all micro-batches, on every stage
     unused_bytes: float  # parameters that nothing reads: every rank keeps them whole
-    norm_seconds: float  # once a step
+    norm_seconds: float  # once a step: the small all-reduces
     in_flight: Ints  # [P]
     capacity: float
     tie_groups: tuple[tuple[int, ...], ...]  # blocks that share parameters: one ZeRO stage for all
@@ -187,7 +188,7 @@ class Costs:
 
     @property
     def fixed_seconds(self) -> float:
-        """Once a step, whatever is chosen: the norm of all gradients."""
+        """Once a step, whatever is chosen: what all ranks agree on, the norm of all gradients at the end."""
         return self.norm_seconds
 
     def boundary_bytes(self, stage: int, first: int, end: int) -> float:
@@ -339,9 +340,8 @@ def price(
         prelude_bytes=graph.prelude.num_bytes.at(micro_batch),
         input_bytes=num_microbatches * blocks.model_input_bytes,
         unused_bytes=policy.master_bytes * _unused_elements(key),
-        norm_seconds=sum(
-            all_reduce_seconds(4.0, group) for group in (shards, replicas, pipe, *([tensor] if mesh.tp > 1 else []))
-        ),
+        norm_seconds=_SMALL_ALL_REDUCES
+        * sum(all_reduce_seconds(4.0, group) for group in (shards, replicas, pipe, *([tensor] if mesh.tp > 1 else []))),
         in_flight=np.array([in_flight(schedule, p, mesh.pp, num_microbatches) for p in range(mesh.pp)], np.int64),
         capacity=float(cluster.capacity_bytes),
         tie_groups=_tie_groups(key),

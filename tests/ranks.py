@@ -13,15 +13,19 @@ Functions, arguments and values are pickled: functions must be importable by nam
 import multiprocessing as mp
 import os
 import pickle
+import tempfile
 import time
 import traceback
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from datetime import timedelta
 from multiprocessing.connection import Connection, wait
 from multiprocessing.context import ForkServerContext, ForkServerProcess
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
+
+from filelock import FileLock
 
 # Imported once in the fork server: a rank then starts in tenths of a second. Never planner: the reference process
 # (tests.eager_oracle) starts from here too.
@@ -35,6 +39,14 @@ PRELOAD = [
 ]
 GROUP_TIMEOUT = timedelta(seconds=30)
 GRACE_SECONDS = 1.0  # for other ranks to tell of the same failure: the earliest is the cause
+
+
+def _turn(world_size: int) -> AbstractContextManager[object]:
+    """Where tests run side by side (pytest-xdist) ranks take turns: several sets on a few cores run out of time."""
+    run = os.environ.get("PYTEST_XDIST_TESTRUNUID")
+    if run is None or world_size == 1:
+        return nullcontext()
+    return FileLock(Path(tempfile.gettempdir()) / f"autoplan-ranks-{run}.lock")
 
 
 def _context() -> ForkServerContext:
@@ -116,7 +128,8 @@ class RankPool:
         request = pickle.dumps((store, fn, args))
         limit = self._timeout_seconds if timeout_seconds is None else timeout_seconds
         try:
-            return self._run(request, limit)
+            with _turn(self.world_size):
+                return self._run(request, limit)
         except BaseException:
             self._kill()
             raise

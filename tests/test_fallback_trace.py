@@ -384,9 +384,9 @@ MISFITS = {
     "unexpected": (
         Classifier,
         {"tokens": TOKENS, "labels": TOKENS, "extra": TOKENS},
-        ["extra", "forward takes", "y=None"],
+        ["extra", "forward takes", "give one"],
     ),
-    "more": (lambda: nn.Linear(6, 6), (torch.ones(4, 6), TOKENS[:, :1]), ["positional", "y=None"]),
+    "more": (lambda: nn.Linear(6, 6), (torch.ones(4, 6), TOKENS[:, :1]), ["positional", "give one"]),
     "dtype": (Classifier, {"tokens": TOKENS.float(), "labels": TOKENS}, [HERE, "Long, Int", "tokens: float32 [4, 5]"]),
     "length": (Classifier, {"tokens": TOKENS, "labels": TOKENS[:, :3]}, [HERE, "labels: int64 [4, 3]"]),
     "samples": (Classifier, (TOKENS, TOKENS[:3]), [HERE, "1: int64 [3, 5]"]),

@@ -328,7 +328,7 @@ class _Subject:
     def module_loss(self) -> torch.Tensor:
         """Forward of the module."""
         batch = self.fresh()
-        return scalar_loss(call(self.copied, batch), batch, self.loss_fn)
+        return scalar_loss(call(self.copied, batch, self.loss_fn), batch, self.loss_fn)
 
     def chain(self) -> Chain:
         """The lowered blocks on the parameters and buffers that the copy has now."""

@@ -105,7 +105,7 @@ class FallbackEngine:
             with seeded(draws[position].of_sample(0, 0), self._device):
                 try:
                     with self.phases.measured("forward"):
-                        loss = scalar_loss(call(self.model, inputs), inputs, self._loss_fn)
+                        loss = scalar_loss(call(self.model, inputs, self._loss_fn), inputs, self._loss_fn)
                 except ModelError as error:
                     raise RunError(f"step: {error}") from error
                 loss = loss * (shares.sizes[position] * shares.num_microbatches / sum(samples))
@@ -129,7 +129,7 @@ class FallbackEngine:
         try:
             with torch.no_grad():
                 for inputs in self._split(batch, sizes, kept=kept):
-                    results.append(evaluation(call(self.model, inputs), inputs))
+                    results.append(evaluation(call(self.model, inputs, self._loss_fn), inputs))
         except ModelError as error:
             failure = error
         finally:

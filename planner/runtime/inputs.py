@@ -14,6 +14,7 @@ from planner.runtime.blocks import dtype_of, lower_prelude, weight_layout
 from planner.trace.batch import Leaf, leaves, map_leaves, settings
 
 _ODD = 0x9E3779B97F4A7C15 - 2**64  # spreads small numbers over 64 bits
+_LEAST_PIECE, _MOST_PIECES = 2**16, 64
 # Names of a batch's tensors with their sizes; None is the batch.
 Form = tuple[tuple[str, tuple[int | None, ...]], ...]
 
@@ -28,14 +29,21 @@ class Fed:
 
     @property
     def digest(self) -> int:
-        """A number of 48 bits that batches of different values hardly share; it waits for the device."""
+        """A number of 48 bits that batches of different values hardly share; it waits for the device.
+
+        It is made piece by piece: 64-bit numbers of a whole batch of images would be more than a small model holds.
+        """
         total = 0
         for name, value in sorted(self.tensors.items()):
             bits = (torch.view_as_real(value) if value.is_complex() else value).contiguous()
             kind = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[bits.element_size()]
-            numbers = bits.reshape(-1).view(kind).long()
-            places = torch.arange(1, numbers.numel() + 1, device=value.device)
-            mixed = ((numbers + 1) * _ODD * places).sum()  # modulo 2**64, so in any order the same
+            pieces = bits.reshape(-1).view(kind).split(max(_LEAST_PIECE, -(-bits.numel() // _MOST_PIECES)))
+            mixed = torch.zeros((), dtype=torch.int64, device=value.device)  # modulo 2**64, so in any order the same
+            first = 1
+            for piece in pieces:
+                places = torch.arange(first, first + piece.numel(), device=value.device)
+                mixed += places.mul_(_ODD).mul_(piece.long() + 1).sum()
+                first += piece.numel()
             total = (total * 31 + len(name) + int(mixed)) % 2**48
         return total
 

@@ -1,6 +1,7 @@
 """From a module and a batch to a `Graph`: export, fold masks, cut, price once per block class."""
 
 import copy
+import inspect
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
@@ -35,7 +36,17 @@ from planner.trace import (
     pricing,
 )
 from planner.trace.assumed import AssumedValues
-from planner.trace.batch import LossFunction, call, leaves, map_leaves, num_samples, scalar_loss, settings
+from planner.trace.batch import (
+    LossFunction,
+    call,
+    describe,
+    leaves,
+    map_leaves,
+    not_taken,
+    num_samples,
+    scalar_loss,
+    settings,
+)
 from planner.trace.canonical import in_canonical_order
 from planner.trace.convert import FlatGraph
 from planner.trace.cut import Cut, cut, cut_like, signature, storages
@@ -112,6 +123,7 @@ def trace(
     try:
         say("exporting the model")
         flat = export(model, batch, dtype, evaluation or loss_fn, trains_on_cpu=device_kind == "cpu")
+        _check_all_is_read(model, batch, loss_fn, flat)
         check_shared_buffers(model, {flat.tensors[t].name for node in flat.nodes for t in node.mutates})
         flat = fold_masks(in_canonical_order(flat))
         say("cutting into blocks")
@@ -131,6 +143,24 @@ def trace(
         if not evaluation.with_loss:  # the first output stands for it
             graph = replace(graph, loss_terms=(), divisors=(), couples_samples="", not_separable="")
     return replace(graph, settings=settings(batch))
+
+
+def _check_all_is_read(model: nn.Module, batch: object, loss_fn: LossFunction | None, flat: FlatGraph) -> None:
+    """Refuse an entry of the batch that reaches nobody: a name is misspelled.
+
+    Raises:
+        ModelError: forward has no parameter for it, and the loss function does not read it.
+    """
+    if loss_fn is None:
+        return
+    read = {flat.tensors[t].name for node in flat.nodes for t in reads(node)}
+    for key in not_taken(model, batch):
+        tensors = {leaf.name for leaf in leaves(batch) if leaf.name == key or leaf.name.startswith(f"{key}.")}
+        if tensors and not tensors & read:
+            raise ModelError(
+                f"neither forward{inspect.signature(model.forward)} nor loss_fn reads {key!r} of the batch "
+                f"{describe(batch)}; leave it out, or give it the name that it is read by"
+            )
 
 
 def _assemble(

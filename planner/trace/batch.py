@@ -1,6 +1,7 @@
 """What a user calls a batch: nested dicts, tuples and dataclass-like outputs, seen as named leaves."""
 
 import dataclasses
+import inspect
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -114,13 +115,38 @@ def map_leaves(batch: object, change: Callable[[Leaf], torch.Tensor]) -> Any:
     return pytree.tree_map(lambda v: next(replaced) if isinstance(v, torch.Tensor) else v, _plain(batch))
 
 
-def call(model: torch.nn.Module, batch: object) -> Any:
-    """`model(**batch)`, `model(*batch)` or `model(batch)` by the kind of batch."""
+def call(model: torch.nn.Module, batch: object, loss_fn: object = None) -> Any:
+    """`model(**batch)`, `model(*batch)` or `model(batch)` by the kind of batch.
+
+    With a `loss_fn`, entries that forward has no parameter for are the loss's alone.
+    """
     if isinstance(batch, Mapping):
-        return model(**batch)
+        left = () if loss_fn is None else not_taken(model, batch)
+        return model(**{name: value for name, value in batch.items() if name not in left})
     if isinstance(batch, tuple | list):
-        return model(*batch)
+        left = () if loss_fn is None else not_taken(model, batch)
+        return model(*batch[: len(batch) - len(left)])
     return model(batch)
+
+
+def not_taken(model: torch.nn.Module, batch: object) -> tuple[str, ...]:
+    """Keys of a mapping, or places at the end of a tuple, that forward has no parameter for.
+
+    >>> not_taken(torch.nn.Linear(2, 2), (torch.ones(1, 2), torch.ones(1)))
+    ('1',)
+    """
+    try:
+        parameters = inspect.signature(model.forward).parameters.values()
+    except (TypeError, ValueError):
+        return ()
+    kinds = {parameter.kind for parameter in parameters}
+    if isinstance(batch, Mapping):
+        named = {p.name for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)}
+        return () if inspect.Parameter.VAR_KEYWORD in kinds else tuple(name for name in batch if name not in named)
+    if isinstance(batch, tuple | list) and inspect.Parameter.VAR_POSITIONAL not in kinds:
+        count = sum(p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD) for p in parameters)
+        return tuple(str(place) for place in range(count, len(batch)))
+    return ()
 
 
 def output_leaves(output: Any) -> dict[str, torch.Tensor]:

@@ -361,9 +361,7 @@ def _runs_at(size: int, model: nn.Module, batch: object, dtype: torch.dtype, los
 
 
 _TAKES_LESS = re.compile(r"forward\(\) (takes .* positional|got an unexpected keyword)")
-_HINT = (
-    "; all entries of a batch go to forward, so labels that only a loss_fn reads need a parameter there, too (y=None)"
-)
+_HINT = "; entries that forward does not take are those of a loss_fn(output, batch), labels for example: give one"
 
 
 def _parameters_of(model: nn.Module) -> str:

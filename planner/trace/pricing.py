@@ -666,7 +666,7 @@ def _run_module(
         stack.enter_context(recorder)
         recorder.enter("")
         with saved_tensors_hooks(recorder.pack, lambda tensor: tensor):
-            loss = scalar_loss(call(module, small), small, loss_fn)
+            loss = scalar_loss(call(module, small, loss_fn), small, loss_fn)
         end_of_forward = len(recorder.moments)
         recorder.phase = "backward"
         targets = [p for p in parameters.values() if p.requires_grad]

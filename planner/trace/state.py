@@ -83,6 +83,12 @@ class LossOnly(nn.Module):
         self.note = note  # not a list of our own: export puts attributes back to what they were
         self.replaced = frozenset(replaced)
 
+    @property
+    def loss_fn(self) -> LossFunction | None:
+        """The user's."""
+        function = self._loss_fn[0]
+        return function.loss_fn if isinstance(function, Evaluation) else function
+
     def forward(self, batch: Any) -> Any:
         """The scalar loss of one batch."""
         values, tensors = _python_values(self.model), _tensor_attributes(self.model)
@@ -98,7 +104,7 @@ class LossOnly(nn.Module):
                 module._buffers[key] = buffer.clone()
         function = self._loss_fn[0]
         with EveryDtype():
-            output = call(self.model, batch)
+            output = call(self.model, batch, self.loss_fn)
         loss: Any  # in evaluation with what it returns beside
         loss = (
             function(output, batch)
@@ -271,7 +277,7 @@ def carried_over(wrapped: LossOnly, batch: Any, names: Collection[str]) -> list[
     given = [t for t in (*wrapped.parameters(), *wrapped.buffers(), *tree_leaves(batch)) if isinstance(t, torch.Tensor)]
     first: dict[tuple[int, str], str] = {}
     with _Taint(given) as taint, _first_uses(places, first):
-        call(wrapped.model, batch)
+        call(wrapped.model, batch, wrapped.loss_fn)
     result = []
     for place, name in places.items():
         path, _, key = name.rpartition(".")
@@ -295,10 +301,10 @@ def is_filled_once(wrapped: LossOnly, batch: Any, names: Collection[str]) -> boo
     first: dict[tuple[int, str], str] = {}
     empty = _containers(wrapped.model)
     with _Taint(given) as taint:
-        call(wrapped.model, batch)
+        call(wrapped.model, batch, wrapped.loss_fn)
         values, filled = _python_values(wrapped.model), _containers(wrapped.model)
         with _first_uses(places, first):
-            call(wrapped.model, batch)
+            call(wrapped.model, batch, wrapped.loss_fn)
     anew = {name for place, name in places.items() if first.get(place) == "written"}
     if _python_values(wrapped.model) != values or _changed(filled, _containers(wrapped.model)).keys() - anew:
         return False
