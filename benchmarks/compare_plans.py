@@ -108,7 +108,7 @@ def planning(model: str, num_ranks: int, global_batch: int, progress: Any) -> Pl
     place = measured_cluster(cluster, profile)
     return Planning(
         graph=graph, cluster=place, global_batch=global_batch, loaded=loaded,
-        sharded=ways_to_split(graph, place, global_batch, "cpu", None, profile),
+        sharded=ways_to_split(graph, place, global_batch, "cpu", None, measuring),
     )  # fmt: skip
 
 

@@ -205,11 +205,29 @@ def test_a_run_measures_a_model_once_and_a_fault_costs_only_the_rows(machine, mo
 
     assert first.blocks
     assert again == first
+    assert len(asked) == 1
     assert asked[0] > 0
-    assert asked[1] == 0
 
     def failing(*args, **kwargs):
         raise ProfileError("busy")
 
     monkeypatch.setattr("planner.search.measuring.measure_operators", failing)
     assert measuring(graph) == first
+
+
+def test_parts_of_a_model_are_measured_as_the_search_makes_them_and_counted_apart(machine):
+    from planner.search import ways_to_split
+    from planner.search.measuring import as_measured
+    from tests.test_costs import gpt_graph
+
+    _, asked = machine
+    graph = gpt_graph(num_layers=1, width=1024, sequence=256, vocabulary=64, dtype="float32")
+    measuring = local_measuring(TWO_CORES, 4, lambda what, done, of: None)
+    graph, _ = as_measured(graph, measuring)
+
+    ways = ways_to_split(graph, TWO_CORES, 4, "cpu", None, measuring)(("tp", 2))
+
+    assert len(asked) > 1
+    classes = [kind for way in ways if way.divides for kind in way.graph.classes if kind.kernels]
+    assert classes
+    assert all(kind.measured for kind in classes)

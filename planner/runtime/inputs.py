@@ -37,7 +37,7 @@ class Fed:
         for name, value in sorted(self.tensors.items()):
             bits = (torch.view_as_real(value) if value.is_complex() else value).contiguous()
             kind = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[bits.element_size()]
-            pieces = bits.reshape(-1).view(kind).split(max(_LEAST_PIECE, -(-bits.numel() // _MOST_PIECES)))
+            pieces = bits.reshape(-1).view(kind).split(max(_LEAST_PIECE, -(-bits.numel() // _MOST_PIECES)))  # type: ignore[no-untyped-call]
             mixed = torch.zeros((), dtype=torch.int64, device=value.device)  # modulo 2**64, so in any order the same
             first = 1
             for piece in pieces:

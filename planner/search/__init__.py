@@ -11,10 +11,10 @@ from planner.errors import ModelError, PlanError
 from planner.graph import Graph
 from planner.measure import local_cluster
 from planner.plan import OPTIMIZERS, Plan
-from planner.profile import Profile, measured_cluster, measured_part
+from planner.profile import Profile, measured_cluster
 from planner.search.choices import Pins
 from planner.search.engine import OBJECTIVES, Progress, Search, Sharded, Statistics, search
-from planner.search.measuring import Measuring, as_measured
+from planner.search.measuring import Measuring, as_measured, part_as_measured
 from planner.search.sharded import ShardedGraph, divides, prices
 from planner.shard.chain import AxisSplit
 from planner.shard.loads import check_expert_loads, worst_loads
@@ -177,7 +177,7 @@ def search_model(
         graph, place, global_batch=global_batch, precision=precision or default_precision(place),
         optimizer=optimizer, objective=objective, pins=pins, top=top, notes=notes, progress=progress,
         time_limit_seconds=time_limit_seconds,
-        sharded=ways_to_split(graph, place, global_batch, device_kind, expert_loads, measured),
+        sharded=ways_to_split(graph, place, global_batch, device_kind, expert_loads, profile),
         engine=software,
         runs=() if measured is None else [run for run in measured.runs if run.graph == graph.fingerprint],
     )  # fmt: skip
@@ -223,17 +223,16 @@ def ways_to_split(
     global_batch: int,
     device_kind: Literal["cuda", "cpu"],
     expert_loads: Loads | None = None,
-    profile: Profile | None = None,
+    profile: Profile | Measuring | None = None,
 ) -> Sharded:
     """The ways to split a model, made when the search asks for degrees of axes; with the seconds of a profile.
+
+    A profile may be what measures parts of the model as they are made.
 
     Of several axes, the ways of the first are those of it alone; the others split the fastest of those that share out
     anything. A model that is faster unsplit is split as over faster links.
     """
     made: dict[tuple[tuple[str, int], ...], tuple[ShardedGraph, ...]] = {}
-
-    def with_seconds(local: Graph) -> Graph:
-        return local if profile is None else measured_part(local, graph, profile)
 
     def split(*splits: tuple[str, int]) -> tuple[ShardedGraph, ...]:
         if splits not in made:
@@ -265,11 +264,12 @@ def ways_to_split(
             local = localize(outer.graph, variant.shardings, degree, axis=axis).graph
             yield ShardedGraph(
                 name=variant.name,
-                graph=with_seconds(
+                graph=part_as_measured(
                     priced(
                         local, outer.graph, degree, device_kind, axis=axis, outer=dict(splits[:-1]),
                         expert_imbalance=imbalance,
-                    )
+                    ),
+                    graph, dict(splits), profile,
                 ),
                 splits=(*outer.splits, AxisSplit(axis=axis, degree=degree, shardings=variant.shardings)),
                 wholes=(*outer.wholes, outer.graph),

@@ -2,9 +2,10 @@
 
 import contextlib
 import logging
+import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from typing import Literal
+from typing import Literal, Protocol
 
 from planner.cluster import Cluster
 from planner.errors import PlannerError, ProfileError
@@ -13,7 +14,7 @@ from planner.measure.local import cache_folder, machine_digest, write_if_possibl
 from planner.measure.operators import measure_operators
 from planner.measure.passes import Case, cases
 from planner.operators import class_seconds, measured_share
-from planner.profile import SOURCE, Profile, measured_graph
+from planner.profile import SOURCE, Profile, measured_graph, measured_part
 from planner.runtime.machine import this_machine
 
 _log = logging.getLogger(__name__)
@@ -21,8 +22,9 @@ RUN_BUDGET_SECONDS = 30.0
 _PASSES = 12  # of a case at least: they must fit into the budget, or it is left out
 _SHARE_OF_BUDGET = 0.25  # that one case may take
 _SHARE_OF_MEMORY = 0.5
+_SHARE_OF_PARTS = 0.4  # of what is left for parts, that one way to split a model may take
 
-Measuring = Callable[[Graph], Profile]
+_PARTS_BUDGET_SECONDS = 15.0  # for all parts of a model together
 Progress = Callable[[str, int, int], None]  # what, done, of
 
 
@@ -64,15 +66,25 @@ def _held_bytes(case: Case) -> float:
     return 2 * parameters + kind.saved.at(size) + max(kind.forward_peak.at(size), kind.backward_peak.at(size))
 
 
+class Measuring(Protocol):
+    """What measures a model's blocks, or those of the part that one rank of `axes` has."""
+
+    def __call__(self, graph: Graph, axes: Mapping[str, int] = {}) -> Profile:
+        """All rows so far."""
+
+
 def local_measuring(
     cluster: Cluster, global_batch: int, progress: Progress, *, budget_seconds: float = RUN_BUDGET_SECONDS
 ) -> Measuring:
     """What measures a model's blocks on the CPU of this machine, once: rows are kept in the user's cache directory.
 
-    A fault costs the rows, not the run: without them the device's measured rates count.
+    Parts of a model are measured while the search asks for them, within a budget of their own. A fault costs the rows,
+    not the run: without them the device's measured rates count.
     """
+    left_for_parts = _PARTS_BUDGET_SECONDS
 
-    def measure(graph: Graph) -> Profile:
+    def measure(graph: Graph, axes: Mapping[str, int] = {}) -> Profile:
+        nonlocal left_for_parts
         processes = cluster.num_devices
         machine = replace(this_machine("cpu", processes), pace_seconds=cluster.device.pace_seconds or 0.0)
         profile = Profile(machine=machine)
@@ -83,17 +95,25 @@ def local_measuring(
                 kept = Profile.load(path)
                 is_alike = kept.machine.pace_seconds == machine.pace_seconds  # else the machine was measured again
                 profile = kept if is_alike and not kept.machine.differences(machine) else profile
-        todo = affordable(cases([(graph, {})], run_micro_batches(global_batch)), cluster, budget_seconds)
+        budget = left_for_parts if axes else budget_seconds
+        todo = affordable(cases([(graph, axes)], run_micro_batches(global_batch)), cluster, budget)
+        if budget <= 0 or all(case.key in profile.block_rows for case in todo):
+            return profile
 
         def keep(found: Profile) -> None:
             if path is not None:
                 write_if_possible(path, found.dumps())
 
+        begin = time.monotonic()
         try:
-            return measure_operators(todo, profile, budget_seconds=budget_seconds, keep=keep, progress=progress)
+            # The search asks for a few ways to split a model, one after the other.
+            share = _SHARE_OF_PARTS * budget if axes else budget
+            return measure_operators(todo, profile, budget_seconds=share, keep=keep, progress=progress)
         except PlannerError as error:
             _log.warning("planning by the rates of this machine alone: %s", error)
             return profile
+        finally:
+            left_for_parts -= time.monotonic() - begin if axes else 0.0
 
     return measure
 
@@ -104,6 +124,18 @@ def as_measured(graph: Graph, profile: Profile | Measuring | None) -> tuple[Grap
         return graph, None
     found = profile if isinstance(profile, Profile) else profile(graph)
     return measured_graph(graph, found), found
+
+
+def part_as_measured(part: Graph, whole: Graph, axes: Mapping[str, int], profile: Profile | Measuring | None) -> Graph:
+    """One rank's part of a graph that is `as_measured`, with measured seconds; of tensor parallelism they are its own.
+
+    Parts on other axes are as far from the roofline as the whole.
+    """
+    if profile is None:
+        return part
+    if not isinstance(profile, Profile):
+        profile = profile(part, axes) if set(axes) == {"tp"} else profile(whole)
+    return measured_part(part, whole, profile)
 
 
 def share_of_step(graph: Graph, cluster: Cluster, micro_batch: int, parts_seconds: Mapping[str, float]) -> float:
