@@ -69,6 +69,16 @@ class ShardingSeconds(NamedTuple):
     reduce_tensor: float
 
 
+class CheckpointSeconds(NamedTuple):
+    """CPU time of torch's checkpoint for a block that is recomputed, beyond its second forward pass.
+
+    As such, and for each of its kernels, whose saved tensors pass through hooks.
+    """
+
+    block: float
+    kernel: float
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Curve:
     """A fraction of a peak rate as a function of size, given as (size, fraction) points.
@@ -202,6 +212,13 @@ def _sharding(value: object) -> object:
     return ShardingSeconds(*map(float, numbers))
 
 
+def _checkpoint(value: object) -> object:
+    numbers = list(value) if isinstance(value, list | tuple) else []
+    if len(numbers) != 2 or not all(type(n) in (int, float) and math.isfinite(n) and n >= 0 for n in numbers):
+        raise _wrong("two numbers >= 0, seconds of a block and of each of its kernels", value)
+    return CheckpointSeconds(*map(float, numbers))
+
+
 def _table(
     names: tuple[str, ...] | None,
     check: Callable[[object], object],
@@ -276,6 +293,7 @@ class Device:
     cuda_names: tuple[str, ...] = ()  # as torch.cuda.get_device_name() says
     optimizer_seconds: Mapping[str, OptimizerSeconds] | None = field(default=None, hash=False)  # None: not measured
     sharding_seconds: ShardingSeconds | None = None  # None: in wrapper_seconds
+    checkpoint_seconds: CheckpointSeconds | None = None  # None: not measured
     pace_seconds: float | None = None  # of a CPU: those of `planner.measure.pace` when the rest was measured
     source: Mapping[str, str] = field(hash=False)
 
@@ -474,6 +492,7 @@ _DEVICE_KEYS: Mapping[str, Callable[[object], object]] = {
     "cuda_names": _texts,
     "optimizer_seconds": _optional(_table(None, _optimizer)),
     "sharding_seconds": _optional(_sharding),
+    "checkpoint_seconds": _optional(_checkpoint),
     "pace_seconds": _optional(_not_negative),
     "source": _sources,
 }
@@ -508,6 +527,7 @@ _OPTIONAL_KEYS = {
     "spread",
     "optimizer_seconds",
     "sharding_seconds",
+    "checkpoint_seconds",
     "pace_seconds",
 }
 # Choices and names: they need no evidence.

@@ -271,7 +271,8 @@ def price(
     traffic = _Traffic(
         forward=_computed(device, kernels, num_kernels, hooked, passes=(1, 0)),
         backward=_computed(device, kernels, num_kernels, hooked, passes=(0, 1)),
-        rerun=_computed(device, kernels, num_kernels, hooked, passes=(1, 1)),
+        rerun=_computed(device, kernels, num_kernels, hooked, passes=(1, 1))
+        + _checkpoint_seconds(device, num_kernels[:, 0]),
         inside=within.seconds,
         gather=_per_distinct(all_gather_seconds, policy.compute_bytes * (count.gathered - of_experts.gathered), shards)
         + _per_distinct(all_gather_seconds, policy.compute_bytes * of_experts.gathered, owners),
@@ -607,6 +608,13 @@ def _computed(
     """[L] seconds of this many forward and backward passes as one eager phase; `hooked` are FSDP2 modules."""
     times = np.array(passes, float)
     return phase_seconds(device, kernels @ times, num_kernels @ times, times.sum() * hooked, times.sum())
+
+
+def _checkpoint_seconds(device: Device, num_kernels: Floats) -> Floats:
+    """[L] what recomputing takes the processor besides, where it is known; `num_kernels` are those of forward."""
+    if device.checkpoint_seconds is None:
+        return np.zeros_like(num_kernels)
+    return device.checkpoint_seconds.block + device.checkpoint_seconds.kernel * num_kernels
 
 
 @lru_cache(maxsize=1024)

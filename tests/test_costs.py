@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from planner.cluster import Cluster, Slowdown
+from planner.cluster import CheckpointSeconds, Cluster, Slowdown
 from planner.collectives import (
     all_reduce_seconds,
     axis_group,
@@ -153,6 +153,20 @@ def test_recomputation_is_one_more_forward_pass():
 
     assert forward[0] == forward[1]
     assert backward[1] - backward[0] == pytest.approx(forward[0], rel=1e-6)
+
+
+def test_recomputation_costs_the_processor_what_checkpoints_take_where_that_is_known():
+    plain = priced(mesh=Mesh())
+    seconds = CheckpointSeconds(block=1e-3, kernel=1e-5)
+    cluster = replace(CLUSTER, device=replace(CLUSTER.device, checkpoint_seconds=seconds))
+    dear = priced(cluster=cluster, mesh=Mesh())
+
+    recomputed = [s.recompute for s in plain.strategies].index(1)
+    added = dear.backward_seconds - plain.backward_seconds
+    kernels = [sum(k.phase == "forward" for k in GPT.classes[b.class_index].kernels) for b in GPT.blocks]
+    assert added[:, recomputed] == pytest.approx([1e-3 + 1e-5 * number for number in kernels])
+    assert np.all(added[:, 1 - recomputed] == 0.0)
+    assert np.all(dear.forward_seconds == plain.forward_seconds)
 
 
 def test_zero_1_in_a_pipeline_reduces_once_and_in_the_open():

@@ -39,6 +39,7 @@ RANK = {
     "reduce": [[1, 4e-4], [8, 3.9e-4]],
     "message": [[1, 1e-4]],
     "pass": [[1, 1e-3]],
+    "checkpoint": [[4, 2.4e-4], [40, 6e-4]],
     "pace": [[1, 1.5e-3]],
     # 1e-9 s for a byte, 30 us for each of 16 tensors, 250 us if they are sharded.
     **{
@@ -86,6 +87,14 @@ def test_fsdp_costs_hooks_in_each_pass_and_its_own_code_around_each_collective()
     assert device.sharding_seconds is not None
     assert tuple(device.sharding_seconds) == pytest.approx((4.8e-4, 2e-5, 4e-4, 0.0))  # more tensors never cost less
     assert measure._cpu_cluster(1, [RANK]).device.sharding_seconds is None
+
+
+def test_recomputing_costs_something_for_each_block_and_each_kernel():
+    device = measure._cpu_cluster(1, [RANK]).device
+
+    assert device.checkpoint_seconds is not None
+    assert tuple(device.checkpoint_seconds) == pytest.approx((2e-4, 1e-5))
+    assert Cluster.from_dict(json.loads(measure._cpu_cluster(1, [RANK]).to_json())).device == device
 
 
 def test_an_optimizer_takes_its_time_for_bytes_and_for_tensors_and_more_for_sharded_ones():

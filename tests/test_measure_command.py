@@ -218,16 +218,20 @@ def test_a_run_measures_a_model_once_and_a_fault_costs_only_the_rows(machine, mo
 def test_parts_of_a_model_are_measured_as_the_search_makes_them_and_counted_apart(machine):
     from planner.search import ways_to_split
     from planner.search.measuring import as_measured
-    from tests.test_costs import gpt_graph
+    from planner.trace import trace
+    from planner.zoo.load import load_model
 
     _, asked = machine
-    graph = gpt_graph(num_layers=1, width=1024, sequence=256, vocabulary=64, dtype="float32")
+    loaded = load_model("gpt-tiny", device="meta")
+    graph = trace(loaded.module, loaded.batch, precision="fp32", loss_fn=loaded.loss_fn, device_kind="cpu")
     measuring = local_measuring(TWO_CORES, 4, lambda what, done, of: None)
     graph, _ = as_measured(graph, measuring)
+    links = replace(TWO_CORES.intra_node_link, latency_seconds=0.0, launch_seconds=0.0, bytes_per_second=1e12)
+    cluster = replace(TWO_CORES, intra_node_link=links)
 
-    ways = ways_to_split(graph, TWO_CORES, 4, "cpu", None, measuring)(("tp", 2))
+    ways = ways_to_split(graph, cluster, 4, "cpu", None, measuring)(("tp", 2))
 
+    parts = [kind for way in ways if way.divides for kind in way.graph.classes if kind.kernels]
+    assert parts
+    assert all(kind.measured for kind in parts)
     assert len(asked) > 1
-    classes = [kind for way in ways if way.divides for kind in way.graph.classes if kind.kernels]
-    assert classes
-    assert all(kind.measured for kind in classes)

@@ -24,8 +24,10 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
+from torch.utils.checkpoint import checkpoint
 
 from planner.cluster import (
+    CheckpointSeconds,
     Cluster,
     Curve,
     Device,
@@ -57,11 +59,12 @@ from planner.runtime.machine import cpu_model, num_cores
 
 _log = logging.getLogger(__name__)
 
-_FORMAT = 8  # changes with the meaning of a cached number
+_FORMAT = 9  # changes with the meaning of a cached number
 _MAX_PROCESSES = 16
 _TIMEOUT_SECONDS = 90.0
 _BETWEEN_SIZE, _BETWEEN_PRODUCTS = 128, 10  # about half a millisecond of computing between collectives
 _COLLECTIVE_SECONDS = 0.3  # for each of them and each size
+_CHECKPOINTED_BLOCKS = 5
 _WAIT_SECONDS = 120.0  # of ranks for the first one, which measures
 _STEPS = (
     "start", "matmul", "memory", "dispatch", "attention", "convolution", "optimizer", "gloo", "wrapper", "schedule",
@@ -255,6 +258,7 @@ def _cpu_cluster(num_processes: int, ranks: Sequence[Mapping[str, object]]) -> C
         block_seconds=_rounded(max(0.0, slowest["block"][0][1] - slowest["dispatch"][0][1])),
         pass_seconds=_rounded(_pass_seconds(slowest, num_processes)),
         sharding_seconds=_sharding_seconds(slowest, num_processes),
+        checkpoint_seconds=_checkpoint_seconds(slowest["checkpoint"]),
         pace_seconds=_rounded(slowest["pace"][0][1]),
         optimizer_seconds=_optimizer_seconds(slowest),
         synchronous_dispatch=True,
@@ -366,6 +370,13 @@ def _sharding_seconds(slowest: Mapping[str, list[tuple[float, float]]], num_proc
     return ShardingSeconds(*found)
 
 
+def _checkpoint_seconds(rows: Sequence[tuple[float, float]]) -> CheckpointSeconds:
+    """The line through blocks of few and of many operations."""
+    (few, of_few), (many, of_many) = rows
+    each = max(0.0, of_many - of_few) / (many - few)
+    return CheckpointSeconds(_rounded(max(0.0, of_few - few * each)), _rounded(each))
+
+
 def _pass_seconds(slowest: Mapping[str, list[tuple[float, float]]], num_processes: int) -> float:
     """The schedule's share of a pass: what posting a message and the block's call do not explain."""
     if num_processes == 1:
@@ -474,7 +485,11 @@ def _pieces(rank: int, num_processes: int) -> dict[str, Callable[[], _Rows]]:
     alone: dict[str, Callable[[], _Rows]] = {
         "matmul": matmul,
         "memory": lambda: {"memory": _memory_rows(), "copy": [(float(1 << 26), _copy_seconds(1 << 26))]},
-        "dispatch": lambda: {"dispatch": [(1, _dispatch_seconds())], "block": [(1, _block_seconds())]},
+        "dispatch": lambda: {
+            "dispatch": [(1, _dispatch_seconds())],
+            "block": [(1, _block_seconds())],
+            "checkpoint": [(operations, _recomputed_seconds(operations)) for operations in (4, 40)],
+        },
         "attention": _attention_rows,
         "convolution": lambda: {"convolution": _convolution_rows()},
         "optimizer": lambda: optimizer_rows(num_processes),
@@ -613,6 +628,33 @@ def _block_seconds() -> float:
         start.grad = None
 
     return _work_seconds(work, 0.2) / (2 * len(blocks))
+
+
+def _recomputed_seconds(operations: int) -> float:
+    """What recomputing a block of so many small operations takes beyond a second forward pass."""
+    start = torch.ones(4, requires_grad=True)
+
+    def block(value: torch.Tensor) -> torch.Tensor:
+        for _ in range(operations):
+            value = torch.tanh(value)
+        return value
+
+    def chain(run: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor:
+        value = start
+        for _ in range(_CHECKPOINTED_BLOCKS):
+            value = run(value)
+        return value
+
+    def plain() -> None:
+        chain(block)
+        chain(block).sum().backward()  # type: ignore[no-untyped-call]
+
+    def recomputed() -> None:
+        chain(lambda value: checkpoint(block, value, use_reentrant=False, preserve_rng_state=False)).sum().backward()  # type: ignore[no-untyped-call]
+
+    extra = _work_seconds(recomputed, 0.2) - _work_seconds(plain, 0.2)
+    start.grad = None
+    return max(0.0, extra) / _CHECKPOINTED_BLOCKS
 
 
 def _attention_rows() -> _Rows:
