@@ -1,15 +1,20 @@
 """How far predictions are from published runs that had no part in them: the intervals of a plan.
 
     python -m benchmarks.residuals [TRAINING.csv] [--write]
+    python -m benchmarks.residuals --compared FILE.json... [--write]
 
 Quantiles of ln(measured / predicted), every source with the same weight, by constants that the source itself had no
 part in (`benchmarks.fit`, `benchmarks.fit_memory`): of a step; of the difference of two steps of one source, for one
 model, cluster and global batch, whose predictions are within a factor of 1.5 of each other; of the peak that torch
 allocated. Also printed is how often the measured order of two such runs is the predicted one, by how far apart the
-predictions are. With --write the quantiles go to profiles/published/residuals.toml. Estimates there stay.
+predictions are. With --write the quantiles go to profiles/published/residuals.toml. What was not looked at stays there.
+
+With --compared the same of what `benchmarks.compare_plans --json` measured on a machine, by its own profile: every file
+is a source, all its plans are one group.
 """
 
 import argparse
+import json
 import math
 import sys
 from collections import Counter
@@ -120,43 +125,81 @@ def quantiles(
 
 
 def table_of(
-    quantity: str, values: Sequence[float], sources: Sequence[str], words: str, groups: Sequence[str] | None = None
+    key: str, values: Sequence[float], sources: Sequence[str], words: str, groups: Sequence[str] | None = None
 ) -> str:
-    """A table of the file, `published` of a quantity."""
+    """A table of the file."""
     low, median, high = quantiles(values, sources, groups)
     names = ", ".join(sorted(set(sources)))
     return "\n".join(
         [
-            f"[{quantity}.published]",
+            f"[{key}]",
             f"low = {low:.4f}",
             f"median = {median:.4f}",
             f"high = {high:.4f}",
             f"rows = {len(values)}",
             f"sources = {len(set(sources))}",
-            f'source = "{COMMAND}: {words} ({names})"',
+            f'source = "{words} ({names})"',
         ]
     )
 
 
 def tables(steps: Sequence[Step], memory: Sequence[tuple[str, float]]) -> dict[str, str]:
-    """What the file says, by quantity. `memory` are sources and ln(measured / predicted)."""
+    """What the file says of published runs, by key. `memory` are sources and ln(measured / predicted)."""
+    return {
+        "step.published": table_of(
+            "step.published", [s.residual for s in steps], [s.source for s in steps],
+            f"{COMMAND}: steps, each source left out of the fit",
+        ),
+        "difference.published": difference_table(
+            "difference.published", steps,
+            f"{COMMAND}: pairs of steps, both orders, of one model, cluster and batch (all such groups alike), "
+            f"predicted within a factor of {COMPARABLE:g}, each source left out of the fit",
+        ),
+        "memory.published": table_of(
+            "memory.published", [value for _, value in memory], [source for source, _ in memory],
+            f"{COMMAND}: peaks that torch allocated, without constants that were read off the source",
+        ),
+    }  # fmt: skip
+
+
+def difference_table(key: str, steps: Sequence[Step], words: str) -> str:
+    """Of the pairs of the groups that are near each other."""
     near = [pair for pair in differences(steps) if abs(pair.predicted) <= math.log(COMPARABLE)]
     both_orders = [sign * pair.residual for sign in (1, -1) for pair in near]
-    step = table_of(
-        "step", [s.residual for s in steps], [s.source for s in steps], "steps, each source left out of the fit"
-    )
-    difference = table_of(
-        "difference", both_orders, [pair.source for pair in near] * 2,
-        "pairs of steps, both orders, of one model, cluster and batch (all such groups alike), predicted within a "
-        "factor of "
-        f"{COMPARABLE:g}, each source left out of the fit",
-        [pair.group for pair in near] * 2,
-    ).replace(f"rows = {len(both_orders)}", f"rows = {len(near)}")  # fmt: skip
-    of_memory = table_of(
-        "memory", [value for _, value in memory], [source for source, _ in memory],
-        "peaks that torch allocated, without constants that were read off the source",
-    )  # fmt: skip
-    return {"step": step, "difference": difference, "memory": of_memory}
+    text = table_of(key, both_orders, [pair.source for pair in near] * 2, words, [pair.group for pair in near] * 2)
+    return text.replace(f"rows = {len(both_orders)}", f"rows = {len(near)}")
+
+
+def compared_tables(paths: Sequence[Path]) -> dict[str, str]:
+    """What the file says of plans that were run on a machine, by key."""
+    command = "`python -m benchmarks.compare_plans`, read by `python -m benchmarks.residuals --compared`"
+    steps: list[Step] = []
+    memory: list[tuple[str, float]] = []
+    for path in paths:
+        found = json.loads(path.read_text(encoding="utf-8"))
+        rows = [row for row in found["plans"] if row["measured_seconds"]]
+        steps += [
+            Step(
+                source=found["model"], group=found["model"], predicted_seconds=row["predicted_seconds"],
+                measured_seconds=row["measured_seconds"],
+            )
+            for row in rows
+        ]  # fmt: skip
+        memory += [(found["model"], -math.log1p(error)) for row in rows for error in row["memory_errors"]]
+    return {
+        "step.measured": table_of(
+            "step.measured", [s.residual for s in steps], [s.source for s in steps],
+            f"{command}: steps on a CPU by its own profile",
+        ),
+        "difference.measured": difference_table(
+            "difference.measured", steps,
+            f"{command}: pairs of steps of one model, both orders, predicted within a factor of {COMPARABLE:g}",
+        ),
+        "memory.cpu": table_of(
+            "memory.cpu", [value for _, value in memory], [source for source, _ in memory],
+            f"{command}: peaks that torch allocated on each rank",
+        ),
+    }  # fmt: skip
 
 
 def measured_peaks(path: Path) -> list[tuple[str, float]]:
@@ -194,7 +237,7 @@ def write(found: dict[str, str], path: Path) -> None:
     """Other tables, and the lines above the first one, stay as they are."""
     head, *parts = path.read_text(encoding="utf-8").split("\n[")
     kept = {part.partition("]")[0]: f"[{part.rstrip()}" for part in parts}
-    kept |= {f"{quantity}.published": text for quantity, text in found.items()}
+    kept |= found
     path.write_text("\n\n".join([head.rstrip(), *kept.values()]) + "\n", encoding="utf-8")
 
 
@@ -202,12 +245,16 @@ def main() -> None:
     """Fit, leave out, print and perhaps write."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("training", nargs="?", type=Path, default=fit.TRAINING)
+    parser.add_argument("--compared", nargs="+", type=Path, metavar="FILE.json", help="of benchmarks.compare_plans")
     parser.add_argument("--write", action="store_true", help="write profiles/published/residuals.toml")
     given = parser.parse_args()
 
     def say(text: str) -> None:
         print(text, file=sys.stderr, flush=True)
 
+    if given.compared:
+        told(compared_tables(given.compared), write_it=given.write)
+        return
     runs = fit.runs_of(given.training, say)
     model = fit.Model(fit.constants())
     chosen = fit.taking_part(runs)
@@ -215,9 +262,13 @@ def main() -> None:
     steps = left_out(model, fit.fitted(model, chosen, say), chosen, judged)
     memory = measured_peaks(given.training)
     report(steps, memory)
-    found = tables(steps, memory)
+    told(tables(steps, memory), write_it=given.write)
+
+
+def told(found: dict[str, str], *, write_it: bool) -> None:
+    """Print, and perhaps write."""
     print("\n\n".join(found.values()))
-    if given.write:
+    if write_it:
         write(found, profiles_path() / "published" / "residuals.toml")
 
 

@@ -9,12 +9,16 @@ import torch
 import torch.distributed as dist
 from safetensors.torch import load_file
 from torch import Tensor
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Shard
 
 from planner.errors import PlanError, RunError
 from planner.graph import Graph
 from planner.plan import Mesh, Plan, ShardingPlan
 from planner.runtime import apply_plan
 from planner.runtime.execute import GraphEngine, stage_positions
+from planner.runtime.peers import held
+from planner.runtime.zero import local
 from planner.shard.localize import localize
 from planner.shard.placement import Placement, Q, R, Sharding, differentiable
 from planner.shard.rules import options
@@ -268,3 +272,15 @@ def checked_and_saved(kind: Kind, folder: str) -> tuple[str, float, list[float]]
     state = trainer.state_dict()
     errors = [relative(held[name], value) for name, value in eager.state_dict().items() for held in (saved, state)]
     return str(trainer.check), abs(evaluated / wanted.item() - 1), errors
+
+
+def shared_gradients() -> list[list[float]]:
+    """Gradients of two parameters that are added up, and of one that is summed, after three backward passes."""
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    one, other, summed = (
+        torch.nn.Parameter(DTensor.from_local(torch.ones(2), mesh, [Shard(0)], run_check=False)) for _ in range(3)
+    )
+    for factor in (2.0, 2.0, 1.0):
+        ((held(one) + held(other)) * factor).sum().backward()
+        held(summed).sum().backward()
+    return [local(parameter.grad).tolist() for parameter in (one, other, summed) if parameter.grad is not None]

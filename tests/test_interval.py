@@ -2,6 +2,7 @@
 
 import json
 import math
+import tomllib
 from dataclasses import replace
 
 import pytest
@@ -192,9 +193,11 @@ def test_what_is_off_in_both_of_two_runs_cancels():
     pairs = residuals.differences(steps)
     assert len(pairs) == 3
     found = residuals.tables(steps, [("a", 0.1), ("b", -0.1)])
-    assert "rows = 1\n" in found["difference"]  # the third is no rival of the others, the fourth is another question
-    assert "low = -0.0000\n" in found["difference"].replace("low = 0.0000", "low = -0.0000")
-    assert f"median = {math.log(2) / 2:.4f}" in found["step"]  # of ln 2 twice, and of 0 twice
+    assert (
+        "rows = 1\n" in found["difference.published"]
+    )  # the third is no rival of the others, the fourth is another question
+    assert "low = -0.0000\n" in found["difference.published"].replace("low = 0.0000", "low = -0.0000")
+    assert f"median = {math.log(2) / 2:.4f}" in found["step.published"]  # of ln 2 twice, and of 0 twice
 
 
 def test_writing_keeps_estimates(tmp_path):
@@ -203,7 +206,30 @@ def test_writing_keeps_estimates(tmp_path):
     path.write_text(original, encoding="utf-8")
     residuals.write({}, path)
     assert path.read_text(encoding="utf-8") == original
-    residuals.write({"step": "[step.published]\nlow = -1.0"}, path)
+    residuals.write({"step.published": "[step.published]\nlow = -1.0"}, path)
     text = path.read_text(encoding="utf-8")
     assert "[step.published]\nlow = -1.0\n\n[" in text
     assert text.partition("[step.measured]")[2] == original.partition("[step.measured]")[2]
+
+
+def test_residuals_of_plans_that_were_run_are_quantiles_by_model(tmp_path):
+    plans = [
+        {"predicted_seconds": 1.0, "measured_seconds": 1.1, "memory_errors": [0.0, 0.0]},
+        {"predicted_seconds": 1.2, "measured_seconds": 1.2 * 1.1, "memory_errors": [-0.1, -0.1]},
+        {"predicted_seconds": 2.0, "measured_seconds": None, "memory_errors": []},
+    ]
+    paths = []
+    for name in ("one", "two"):
+        paths.append(tmp_path / f"{name}.json")
+        paths[-1].write_text(json.dumps({"model": name, "plans": plans}), encoding="utf-8")
+
+    found = {key: tomllib.loads(text)[key.split(".")[0]][key.split(".")[1]]
+             for key, text in residuals.compared_tables(paths).items()}  # fmt: skip
+
+    assert list(found) == ["step.measured", "difference.measured", "memory.cpu"]
+    assert found["step.measured"]["median"] == pytest.approx(math.log(1.1), abs=1e-4)
+    assert found["step.measured"]["rows"] == 4
+    assert found["step.measured"]["sources"] == 2
+    assert found["difference.measured"]["high"] == pytest.approx(0.0, abs=1e-4)  # both are as slow
+    assert found["difference.measured"]["rows"] == 2
+    assert found["memory.cpu"]["high"] == pytest.approx(-math.log(0.9), abs=1e-4)

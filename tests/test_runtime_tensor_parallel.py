@@ -211,6 +211,12 @@ def test_ranks_of_one_data_rank_are_given_the_same_batch(two: RankPool) -> None:
         assert same == ""
 
 
+def test_a_gradient_that_two_parameters_share_is_added_to_each_once(two: RankPool) -> None:
+    """`DTensor.to_local` (torch 2.13) lets both take it for their own: 3 + 3 and 2 + 2 more, of the other one."""
+    for gradients in two.run(cases.shared_gradients):
+        assert gradients == [[5.0, 5.0], [5.0, 5.0], [3.0, 3.0]]
+
+
 def test_a_digest_tells_batches_apart() -> None:
     generator = torch.Generator().manual_seed(0)
     tokens = torch.randint(50, (4, 6), generator=generator)
