@@ -5,7 +5,7 @@
 same way in two plans for one model, cluster and batch cancels in their difference, so that of a difference is smaller
 than that of a step. Where a step rests on measured times of the machine itself, other quantiles hold; in between,
 logarithms are mixed by the measured share. Peaks are predicted from the graph alone, and measured in another way on a
-CPU (resident memory) than on a GPU (what torch allocates).
+CPU than on a GPU.
 """
 
 import math

@@ -63,7 +63,7 @@ _FORMAT = 9  # changes with the meaning of a cached number
 _MAX_PROCESSES = 16
 _TIMEOUT_SECONDS = 90.0
 _BETWEEN_SIZE, _BETWEEN_PRODUCTS = 128, 10  # about half a millisecond of computing between collectives
-_COLLECTIVE_SECONDS = 0.3  # for each of them and each size
+_COLLECTIVE_SECONDS = 0.15  # for each of them and each size
 _CHECKPOINTED_BLOCKS = 5
 _WAIT_SECONDS = 120.0  # of ranks for the first one, which measures
 _STEPS = (
@@ -83,7 +83,7 @@ def local_cluster(
 ) -> Cluster:
     """This machine as one node: its CUDA devices if it has any, else one CPU process per core.
 
-    Measuring the CPU takes less than 20 seconds, once: the result is cached under
+    Measuring the CPU takes some 20 seconds, once: the result is cached under
     `$XDG_CACHE_HOME/autoplan` (or `~/.cache/autoplan`) unless AUTOPLAN_CACHE=off. `progress` is
     told the done fraction and what is being measured.
 

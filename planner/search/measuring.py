@@ -18,13 +18,13 @@ from planner.profile import SOURCE, Profile, measured_graph, measured_part
 from planner.runtime.machine import this_machine
 
 _log = logging.getLogger(__name__)
-RUN_BUDGET_SECONDS = 30.0
+RUN_BUDGET_SECONDS = 25.0
 _PASSES = 12  # of a case at least: they must fit into the budget, or it is left out
 _SHARE_OF_BUDGET = 0.25  # that one case may take
 _SHARE_OF_MEMORY = 0.5
 _SHARE_OF_PARTS = 0.4  # of what is left for parts, that one way to split a model may take
 
-_PARTS_BUDGET_SECONDS = 15.0  # for all parts of a model together
+_PARTS_BUDGET_SECONDS = 10.0  # for all parts of a model together
 Progress = Callable[[str, int, int], None]  # what, done, of
 
 
