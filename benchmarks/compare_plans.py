@@ -8,10 +8,10 @@ recipes as plans: DDP, FSDP, the ZeRO stage by the number of GPUs, Megatron's te
 
 Plans are made as `autoplan run` makes them, from this machine and the model's operators as measured here. They are run
 by the trainer on processes of one thread each, one after the other, there and back, so that other programs disturb all
-alike; the first steps do not count. Cores change their speed by a third within seconds (`planner.measure.pace`): a
-step's seconds are scaled to the pace at which this machine was measured; the summary has the error by the clock alone,
-too. `measured` is the median of the steps of a plan, `least` their lower quartile; errors are of the median. Of what a
-rank holds the most is taken from torch's own records of its allocator in steps of their own: parameters, gradients,
+alike; the first steps do not count. Cores change their speed within seconds (`planner.measure.pace`): a step's seconds
+are scaled to the pace at which this machine was measured; the summary has all figures by the clock alone, too.
+`measured` is the median of the steps of a plan, `least` their lower quartile; errors are of the median. Of what a rank
+holds the most is taken from torch's own records of its allocator in steps of their own: parameters, gradients,
 optimizer states, activations and buffers; not the interpreter, code, and what the C library keeps back.
 
 Ctrl-C ends it and prints what is known by then.
@@ -97,6 +97,10 @@ class Planning:
 
 def planning(model: str, num_ranks: int, global_batch: int, progress: Any) -> Planning:
     """Measure what `autoplan run` measures."""
+    if torch.cuda.is_available():
+        raise RunError(
+            "plans are run on cores here, and this machine has CUDA devices; hide them: CUDA_VISIBLE_DEVICES="
+        )
     loaded = load_model(model, device="meta")
     cluster = local_cluster(num_processes=num_ranks, progress=lambda part, what: progress(f"this machine: {what}"))
     graph = trace(
@@ -398,6 +402,10 @@ class Row:
         return statistics.median(self.seconds) if self.seconds else None
 
     @property
+    def median_clock_seconds(self) -> float | None:
+        return statistics.median(self.clock_seconds) if self.clock_seconds else None
+
+    @property
     def error(self) -> float | None:
         """Predicted over measured, less 1."""
         return self.predicted_seconds / self.measured_seconds - 1 if self.measured_seconds else None
@@ -418,7 +426,7 @@ class Row:
         return {
             "plan": self.name, "is_choice": self.is_choice, "recipes": self.recipes, "failure": self.failure,
             "predicted_seconds": self.predicted_seconds, "measured_seconds": self.measured_seconds,
-            "clock_seconds": statistics.median(self.clock_seconds) if self.clock_seconds else None,
+            "clock_seconds": self.median_clock_seconds,
             "least_seconds": low, "num_steps": len(self.seconds), "error": self.error,
             "parts_seconds": dict(self.plan.prediction.parts_seconds),
             "predicted_bytes": self.predicted_bytes, "measured_bytes": self.measured_bytes,
@@ -459,7 +467,7 @@ def measure(
 ) -> None:
     """Fill the rows in: steps of each plan, of half of them there and of the other half back, then memory.
 
-    A process in which torch's profiler has been on, which tells of memory, is slower ever after (torch 2.13).
+    Memory is last: what records it is to disturb no time.
 
     `pace` is that at which this machine was measured, as seconds of `planner.measure.pace`.
     """
@@ -491,31 +499,27 @@ def _noted(row: Row) -> Iterator[None]:
 
 
 def summary(rows: Sequence[Row]) -> dict[str, Any]:
-    """The figures of all rows that were measured."""
-    pairs = [
-        Pair(group="", predicted=row.predicted_seconds, measured=row.measured_seconds)
-        for row in rows
-        if row.measured_seconds is not None
-    ]
-    found = accuracy(pairs)
-    by_clock = accuracy(
-        [
-            Pair(group="", predicted=row.predicted_seconds, measured=statistics.median(row.clock_seconds))
-            for row in rows
-            if row.clock_seconds
-        ]
-    )
-    choice = next((row.measured_seconds for row in rows if row.is_choice), None)
+    """The figures of all rows that were measured, at one pace and by the clock."""
     memory = sorted(abs(error) for row in rows for error in row.memory_errors)
-    best = min((pair.measured for pair in pairs), default=None)
+    at_one_pace = _figures(rows, [row.measured_seconds for row in rows])
     return {
-        "rows": len(rows), "failed": sum(bool(row.failure) for row in rows), "measured": found.count,
-        "median_error": found.median_ape, "median_error_by_clock": by_clock.median_ape,
-        "p90_error": found.p90_ape, "bias": found.bias, "tau": found.tau,
-        "regret": choice / best - 1 if choice and best else None,
+        "rows": len(rows), "failed": sum(bool(row.failure) for row in rows), **at_one_pace,
+        "by_clock": _figures(rows, [row.median_clock_seconds for row in rows]),
         "memory_median_error": statistics.median(memory) if memory else None,
         "memory_worst_error": memory[-1] if memory else None,
         "memory_within_10_percent": sum(error <= 0.1 for error in memory) / len(memory) if memory else None,
+    }  # fmt: skip
+
+
+def _figures(rows: Sequence[Row], measured: Sequence[float | None]) -> dict[str, Any]:
+    """What predictions are worth by one way to measure."""
+    known = [(row, seconds) for row, seconds in zip(rows, measured, strict=True) if seconds is not None]
+    found = accuracy([Pair(group="", predicted=row.predicted_seconds, measured=seconds) for row, seconds in known])
+    choice = next((seconds for row, seconds in known if row.is_choice), None)
+    best = min((seconds for _, seconds in known), default=None)
+    return {
+        "measured": found.count, "median_error": found.median_ape, "p90_error": found.p90_ape, "bias": found.bias,
+        "tau": found.tau, "regret": choice / best - 1 if choice and best else None,
     }  # fmt: skip
 
 
@@ -553,6 +557,13 @@ class Load:
         return total
 
 
+def _told(figures: Mapping[str, Any]) -> str:
+    parts = [f"median error {figures['median_error']:.1%}", f"bias {figures['bias']:+.1%}"]
+    parts += [f"tau {figures['tau']:.2f}"] if figures["tau"] is not None else []
+    parts += [f"regret {figures['regret']:.1%}"] if figures["regret"] is not None else []
+    return ", ".join(parts)
+
+
 def _print(rows: Sequence[Row], found: Mapping[str, Any]) -> None:
     print(f"{'plan':44}{'predicted':>11}{'measured':>11}{'error':>8}{'memory':>12}{'measured':>12}{'error':>8}")
     for row in rows:
@@ -565,11 +576,9 @@ def _print(rows: Sequence[Row], found: Mapping[str, Any]) -> None:
         notes = (["<- chosen"] if row.is_choice else []) + row.recipes + ([row.failure] if row.failure else [])
         print(f"{row.name:44}{time_text}{memory}  {'; '.join(notes)}".rstrip())
     if found["measured"]:
-        clock = f"{found['median_error_by_clock']:.1%} by the clock alone"
-        parts = [f"median error {found['median_error']:.1%} ({clock})", f"bias {found['bias']:+.1%}"]
-        parts += [f"tau {found['tau']:.2f}"] if found["tau"] is not None else []
-        parts += [f"regret {found['regret']:.1%}"] if found["regret"] is not None else []
-        print(f"\ntime of {found['measured']} plans: {', '.join(parts)}")
+        print(
+            f"\ntime of {found['measured']} plans at one pace: {_told(found)}; by the clock: {_told(found['by_clock'])}"
+        )
     if found["memory_median_error"] is not None:
         within = f"{found['memory_within_10_percent']:.0%} of ranks within 10 %"
         errors = f"median error {found['memory_median_error']:.1%}, worst {found['memory_worst_error']:.1%}"

@@ -18,7 +18,7 @@ import json
 import math
 import sys
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import combinations, pairwise
 from pathlib import Path
@@ -145,21 +145,29 @@ def table_of(
 
 def tables(steps: Sequence[Step], memory: Sequence[tuple[str, float]]) -> dict[str, str]:
     """What the file says of published runs, by key. `memory` are sources and ln(measured / predicted)."""
+    return _tables(
+        {
+            "step.published": f"{COMMAND}: steps, each source left out of the fit",
+            "difference.published": f"{COMMAND}: pairs of steps, both orders, of one model, cluster and batch (all "
+            f"such groups alike), predicted within a factor of {COMPARABLE:g}, each source left out of the fit",
+            "memory.published": f"{COMMAND}: peaks that torch allocated, without constants that were read off the "
+            "source",
+        },
+        [(step.source, step.residual) for step in steps], steps, memory,
+    )  # fmt: skip
+
+
+def _tables(
+    words: Mapping[str, str], residuals: Sequence[tuple[str, float]], rivals: Sequence[Step],
+    memory: Sequence[tuple[str, float]],
+) -> dict[str, str]:  # fmt: skip
+    """Tables of steps, of their differences and of memory, by the keys of `words`, which are in this order."""
+    step, difference, peak = words
     return {
-        "step.published": table_of(
-            "step.published", [s.residual for s in steps], [s.source for s in steps],
-            f"{COMMAND}: steps, each source left out of the fit",
-        ),
-        "difference.published": difference_table(
-            "difference.published", steps,
-            f"{COMMAND}: pairs of steps, both orders, of one model, cluster and batch (all such groups alike), "
-            f"predicted within a factor of {COMPARABLE:g}, each source left out of the fit",
-        ),
-        "memory.published": table_of(
-            "memory.published", [value for _, value in memory], [source for source, _ in memory],
-            f"{COMMAND}: peaks that torch allocated, without constants that were read off the source",
-        ),
-    }  # fmt: skip
+        step: table_of(step, [value for _, value in residuals], [source for source, _ in residuals], words[step]),
+        difference: difference_table(difference, rivals, words[difference]),
+        peak: table_of(peak, [value for _, value in memory], [source for source, _ in memory], words[peak]),
+    }
 
 
 def difference_table(key: str, steps: Sequence[Step], words: str) -> str:
@@ -171,35 +179,35 @@ def difference_table(key: str, steps: Sequence[Step], words: str) -> str:
 
 
 def compared_tables(paths: Sequence[Path]) -> dict[str, str]:
-    """What the file says of plans that were run on a machine, by key."""
+    """What the file says of plans that were run on a machine, by key.
+
+    A step is as the clock had it, for so a user sees it; plans are compared at one pace.
+    """
     command = "`python -m benchmarks.compare_plans`, read by `python -m benchmarks.residuals --compared`"
+    residuals: list[tuple[str, float]] = []
     steps: list[Step] = []
     memory: list[tuple[str, float]] = []
     for path in paths:
         found = json.loads(path.read_text(encoding="utf-8"))
-        rows = [row for row in found["plans"] if row["measured_seconds"]]
-        steps += [
-            Step(
-                source=found["model"], group=found["model"], predicted_seconds=row["predicted_seconds"],
-                measured_seconds=row["measured_seconds"],
+        model = found["model"]
+        for row in found["plans"]:
+            if not row["measured_seconds"]:
+                continue
+            predicted = row["predicted_seconds"]
+            residuals.append((model, math.log(row["clock_seconds"] / predicted)))
+            steps.append(
+                Step(source=model, group=model, predicted_seconds=predicted, measured_seconds=row["measured_seconds"])
             )
-            for row in rows
-        ]  # fmt: skip
-        memory += [(found["model"], -math.log1p(error)) for row in rows for error in row["memory_errors"]]
-    return {
-        "step.measured": table_of(
-            "step.measured", [s.residual for s in steps], [s.source for s in steps],
-            f"{command}: steps on a CPU by its own profile",
-        ),
-        "difference.measured": difference_table(
-            "difference.measured", steps,
-            f"{command}: pairs of steps of one model, both orders, predicted within a factor of {COMPARABLE:g}",
-        ),
-        "memory.cpu": table_of(
-            "memory.cpu", [value for _, value in memory], [source for source, _ in memory],
-            f"{command}: peaks that torch allocated on each rank",
-        ),
-    }  # fmt: skip
+            memory += [(model, -math.log1p(error)) for error in row["memory_errors"]]
+    return _tables(
+        {
+            "step.measured": f"{command}: steps on a CPU by the clock, predicted by its own profile",
+            "difference.measured": f"{command}: pairs of steps of one model at one pace, both orders, predicted within "
+            f"a factor of {COMPARABLE:g}",
+            "memory.cpu": f"{command}: peaks that torch allocated on each rank",
+        },
+        residuals, steps, memory,
+    )  # fmt: skip
 
 
 def measured_peaks(path: Path) -> list[tuple[str, float]]:

@@ -511,6 +511,7 @@ def corrected(costs: Costs, factors: Factors | None) -> Costs:
         tie_seconds=links * costs.tie_seconds,
         hop_seconds=links * costs.hop_seconds,
         norm_seconds=links * costs.norm_seconds,
+        agreement_seconds=links * costs.agreement_seconds,
         optimizer_seconds=factors.optimizer * costs.optimizer_seconds,
         prelude_seconds=factors.forward * costs.prelude_seconds,
         pass_seconds=(factors.forward + factors.backward) / 2 * costs.pass_seconds,  # one of each

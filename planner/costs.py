@@ -66,9 +66,12 @@ from planner.shard.placement import Q
 Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]
 
+# Small all-reduces of our runtime in a step, beside that of loss and gradient norm: samples of all ranks and the digest
+# of what they run (`runtime.inputs.exchanged`), valid targets (`runtime.inputs.Weights`).
+AGREEMENTS = 2
+
 # Kernels of one optimizer step per parameter and bytes moved per element in units of the master's width: the loop and
 # the foreach form of torch.optim do one elementwise kernel after the other (torch/optim/adamw.py, sgd.py).
-_SMALL_ALL_REDUCES = 3  # of the runtime, a step: samples of all ranks, valid targets, loss and gradient norm
 _OPTIMIZER_KERNELS = {"adamw": 8, "adam": 7, "momentum": 3, "sgd": 1}
 _OPTIMIZER_PASSES = {"adamw": 20, "adam": 18, "momentum": 8, "sgd": 3}
 
@@ -119,10 +122,11 @@ class Costs:
     prelude_bytes: float  # on every stage, per micro-batch in flight
     input_bytes: float  # the rank's part of the batch, all micro-batches, on every stage
     unused_bytes: float  # parameters that nothing reads: every rank keeps them whole
-    norm_seconds: float  # once a step: the small all-reduces
+    norm_seconds: float  # once a step
     in_flight: Ints  # [P]
     capacity: float
     tie_groups: tuple[tuple[int, ...], ...]  # blocks that share parameters: one ZeRO stage for all
+    agreement_seconds: float = 0.0  # once a step: what our runtime's ranks tell each other of a batch
     basis: "Basis | None" = None  # set by `price`
 
     @property
@@ -189,7 +193,7 @@ class Costs:
     @property
     def fixed_seconds(self) -> float:
         """Once a step, whatever is chosen: what all ranks agree on, the norm of all gradients at the end."""
-        return self.norm_seconds
+        return self.norm_seconds + self.agreement_seconds
 
     def boundary_bytes(self, stage: int, first: int, end: int) -> float:
         """What `stage` holds besides its blocks first..end-1: buffers, prelude, its part of the batch."""
@@ -313,6 +317,9 @@ def price(
         _optimizer_seconds(device, count, policy, optimizer, zero=s.zero, wrapped=wrapped or mesh.tp > 1)
         for s in strategies
     ]
+    small = sum(
+        all_reduce_seconds(4.0, group) for group in (shards, replicas, pipe, *([tensor] if mesh.tp > 1 else []))
+    )
     return Costs(
         mesh=mesh,
         micro_batch=micro_batch,
@@ -341,8 +348,8 @@ def price(
         prelude_bytes=graph.prelude.num_bytes.at(micro_batch),
         input_bytes=num_microbatches * blocks.model_input_bytes,
         unused_bytes=policy.master_bytes * _unused_elements(key),
-        norm_seconds=_SMALL_ALL_REDUCES
-        * sum(all_reduce_seconds(4.0, group) for group in (shards, replicas, pipe, *([tensor] if mesh.tp > 1 else []))),
+        norm_seconds=small,
+        agreement_seconds=AGREEMENTS * small,
         in_flight=np.array([in_flight(schedule, p, mesh.pp, num_microbatches) for p in range(mesh.pp)], np.int64),
         capacity=float(cluster.capacity_bytes),
         tie_groups=_tie_groups(key),

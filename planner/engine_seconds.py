@@ -247,6 +247,7 @@ def engine_costs(costs: Costs, graph: Graph, cluster: Cluster, engine: Engine) -
         prelude_seconds=prelude_seconds(work, device, engine),
         pass_seconds=engine.pass_seconds + (costs.pass_seconds if engine.receives_all_at_once else 0.0),
         norm_seconds=costs.norm_seconds + engine.step_seconds,
+        agreement_seconds=0.0,
     )
 
 

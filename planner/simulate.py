@@ -103,7 +103,7 @@ def simulate(
     ready = [end + seconds for end, seconds in zip(pipeline.end_seconds, reduce, strict=True)]
     tied = _sum_tied_gradients(costs, stages, ready)
     optimizer = [float(costs.optimizer_seconds[at].sum()) for at in index]
-    step = max(ready) + costs.norm_seconds + max(optimizer)
+    step = max(ready) + costs.fixed_seconds + max(optimizer)
 
     mean = 1 / len(stages)
     busy = sum(stage.forward_seconds + stage.backward_seconds for stage in passes)
@@ -111,7 +111,7 @@ def simulate(
     parts = {
         "compute": mean * costs.num_microbatches * (busy - exposed),
         "communication": mean * (costs.num_microbatches * exposed + sum(pipeline.transfer_seconds)),
-        "sync": costs.norm_seconds + mean * (sum(stage.start_seconds for stage in passes) + sum(reduce) + sum(tied)),
+        "sync": costs.fixed_seconds + mean * (sum(stage.start_seconds for stage in passes) + sum(reduce) + sum(tied)),
         "optimizer": mean * sum(optimizer),
     }
     parts["bubble"] = max(0.0, step - sum(parts.values()))

@@ -91,7 +91,8 @@ def test_the_slowest_rank_counts_and_figures_are_of_the_median():
 
     assert [row.clock_seconds for row in found] == [[6.0] * 4, [3.0] * 4, [12.0] * 4]
     assert [row.seconds for row in found] == [[3.0] * 4, [1.5] * 4, [6.0] * 4]  # at half the pace it takes twice
-    assert figures["median_error_by_clock"] == pytest.approx(0.5)
+    assert figures["by_clock"]["median_error"] == pytest.approx(0.5)
+    assert figures["by_clock"]["regret"] == pytest.approx(1.0)
     assert found[0].error == pytest.approx(0.0)
     assert found[0].memory_errors == pytest.approx([100 / 90 - 1, 100 / 110 - 1])
     assert figures["measured"] == 3
@@ -121,5 +122,6 @@ def test_what_is_known_when_it_is_interrupted_is_printed(capsys):
 
     out = capsys.readouterr().out
     assert "<- chosen" in out
-    assert "time of 1 plans" in out
+    assert "time of 1 plans at one pace: median error 0.0%" in out
+    assert "by the clock: median error 50.0%" in out
     assert "memory: median error" not in out  # it comes after the times

@@ -214,9 +214,14 @@ def test_writing_keeps_estimates(tmp_path):
 
 def test_residuals_of_plans_that_were_run_are_quantiles_by_model(tmp_path):
     plans = [
-        {"predicted_seconds": 1.0, "measured_seconds": 1.1, "memory_errors": [0.0, 0.0]},
-        {"predicted_seconds": 1.2, "measured_seconds": 1.2 * 1.1, "memory_errors": [-0.1, -0.1]},
-        {"predicted_seconds": 2.0, "measured_seconds": None, "memory_errors": []},
+        {"predicted_seconds": 1.0, "measured_seconds": 1.1, "clock_seconds": 1.3, "memory_errors": [0.0, 0.0]},
+        {
+            "predicted_seconds": 1.2,
+            "measured_seconds": 1.2 * 1.1,
+            "clock_seconds": 1.2 * 1.3,
+            "memory_errors": [-0.1, -0.1],
+        },
+        {"predicted_seconds": 2.0, "measured_seconds": None, "clock_seconds": None, "memory_errors": []},
     ]
     paths = []
     for name in ("one", "two"):
@@ -227,7 +232,7 @@ def test_residuals_of_plans_that_were_run_are_quantiles_by_model(tmp_path):
              for key, text in residuals.compared_tables(paths).items()}  # fmt: skip
 
     assert list(found) == ["step.measured", "difference.measured", "memory.cpu"]
-    assert found["step.measured"]["median"] == pytest.approx(math.log(1.1), abs=1e-4)
+    assert found["step.measured"]["median"] == pytest.approx(math.log(1.3), abs=1e-4)  # by the clock
     assert found["step.measured"]["rows"] == 4
     assert found["step.measured"]["sources"] == 2
     assert found["difference.measured"]["high"] == pytest.approx(0.0, abs=1e-4)  # both are as slow

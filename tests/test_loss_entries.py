@@ -53,7 +53,7 @@ def test_what_forward_takes_is_read_from_its_signature() -> None:
 def test_an_entry_that_neither_forward_nor_the_loss_reads_is_refused() -> None:
     batch = {**batch_of("dict"), "wieght": torch.ones(12)}
 
-    with pytest.raises(ModelError, match=r"neither forward\(x.*nor loss_fn reads 'wieght'.*leave it out"):
+    with pytest.raises(ModelError, match=r"neither forward\(x.*nor loss_fn computes with 'wieght'.*leave it out"):
         trace(Classifier().double(), batch, loss_fn=loss_fn, precision="fp64", device_kind="cpu")
 
 

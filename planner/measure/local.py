@@ -695,9 +695,8 @@ def _convolution_rows() -> list[tuple[float, float]]:
 def _collective_rows(rank: int, num_processes: int) -> _Rows:
     """What a collective adds to a loop that computes in between, in the mean.
 
-    With as many processes as cores, what gloo's threads do waits for a turn: a small message takes 0.2 ms, or now and
-    then a tick of the system's clock, 4 ms. Typical seconds do not show that; a step has all of it. Back to back, as no
-    model communicates, a call takes less: its threads are awake.
+    With as many processes as cores, gloo's threads wait for their turn, most calls hardly and some for long. Typical
+    seconds do not show that; a step has all of it. Back to back, as no model communicates, its threads are awake.
     """
     rows: _Rows = {name: [] for name in ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "send_recv")}
     for size in (1 << 12, 1 << 16, 1 << 20, 1 << 23, 1 << 25):

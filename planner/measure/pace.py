@@ -1,8 +1,8 @@
 """How fast a core is at the moment: the seconds of a fixed piece of work.
 
-Cores change their speed within seconds: by heat, by what other machines on the same hardware do, by power settings. On
-a rented machine it went up and down by a third, for small operators by two thirds. What was measured at different
-moments is comparable once it is scaled to one pace. Only a CPU's: a GPU's clock is part of its data.
+Cores change their speed within seconds: by heat, by what other machines on the same hardware do, by power settings.
+What was measured at different moments is comparable once it is scaled to one pace, but for work that does not change
+as this mixture does. Only a CPU's: a GPU's clock is part of its data.
 """
 
 import statistics

@@ -247,9 +247,9 @@ def held(value: torch.Tensor) -> torch.Tensor:
     Its gradient is stored as the parameter is. For one that is whole but only partly used here (placement Q), that is
     a part of the sum.
 
-    Not `DTensor.to_local` with gradients (torch 2.13): it wraps each gradient, which autograd then adds by way of
-    DTensor's dispatch, 0.14 ms of processor time for a parameter and micro-batch; and it takes a gradient that another
-    parameter has as well for its own, so that what the next micro-batch adds to one is added to both.
+    Not `DTensor.to_local` with gradients (torch 2.13): it takes a gradient that another parameter has as well for its
+    own, so that what the next micro-batch adds to one is added to both. It also wraps each gradient, which autograd
+    then adds by way of DTensor's dispatch.
     """
     if not isinstance(value, DTensor):
         return value

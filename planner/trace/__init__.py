@@ -123,7 +123,8 @@ def trace(
     try:
         say("exporting the model")
         flat = export(model, batch, dtype, evaluation or loss_fn, trains_on_cpu=device_kind == "cpu")
-        _check_all_is_read(model, batch, loss_fn, flat)
+        if evaluation is None:  # which may be without a loss
+            _check_all_is_read(model, batch, loss_fn, flat)
         check_shared_buffers(model, {flat.tensors[t].name for node in flat.nodes for t in node.mutates})
         flat = fold_masks(in_canonical_order(flat))
         say("cutting into blocks")
@@ -158,7 +159,7 @@ def _check_all_is_read(model: nn.Module, batch: object, loss_fn: LossFunction | 
         tensors = {leaf.name for leaf in leaves(batch) if leaf.name == key or leaf.name.startswith(f"{key}.")}
         if tensors and not tensors & read:
             raise ModelError(
-                f"neither forward{inspect.signature(model.forward)} nor loss_fn reads {key!r} of the batch "
+                f"neither forward{inspect.signature(model.forward)} nor loss_fn computes with {key!r} of the batch "
                 f"{describe(batch)}; leave it out, or give it the name that it is read by"
             )
 

@@ -118,7 +118,8 @@ def map_leaves(batch: object, change: Callable[[Leaf], torch.Tensor]) -> Any:
 def call(model: torch.nn.Module, batch: object, loss_fn: object = None) -> Any:
     """`model(**batch)`, `model(*batch)` or `model(batch)` by the kind of batch.
 
-    With a `loss_fn`, entries that forward has no parameter for are the loss's alone.
+    With a `loss_fn`, entries that forward has no parameter for are the loss's alone. A tuple fills parameters in order,
+    those with a default too.
     """
     if isinstance(batch, Mapping):
         left = () if loss_fn is None else not_taken(model, batch)
