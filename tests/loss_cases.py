@@ -58,11 +58,11 @@ def loss_fn(output: Tensor, batch: Any) -> Tensor:
 
 
 def eager_losses(model: type[Classifier]) -> list[float]:
-    """Of steps on one device."""
+    """Of steps on one device, and after them."""
     net, batch = model().double(), batch_of("tuple")
     optimizer = models.sgd(net.named_parameters())
     losses = []
-    for _ in range(STEPS):
+    for _ in range(STEPS + 1):
         optimizer.zero_grad()
         loss = loss_fn(net(batch[0]), batch)
         loss.backward()

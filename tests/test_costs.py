@@ -169,6 +169,15 @@ def test_recomputation_costs_the_processor_what_checkpoints_take_where_that_is_k
     assert np.all(dear.forward_seconds == plain.forward_seconds)
 
 
+def test_ranks_agree_on_a_batch_before_they_train_on_it():
+    costs = priced(mesh=Mesh(dp_shard=8))
+
+    assert costs.norm_seconds > 0
+    assert costs.agreement_seconds == pytest.approx(2 * costs.norm_seconds)
+    assert costs.fixed_seconds == costs.norm_seconds + costs.agreement_seconds
+    assert priced(mesh=Mesh()).fixed_seconds == 0.0
+
+
 def test_zero_1_in_a_pipeline_reduces_once_and_in_the_open():
     costs = priced(mesh=Mesh(pp=2, dp_shard=8))
     group = axis_group(CLUSTER, {"pp": 2, "dp_shard": 8}, "dp_shard")

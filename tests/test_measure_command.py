@@ -215,6 +215,18 @@ def test_a_run_measures_a_model_once_and_a_fault_costs_only_the_rows(machine, mo
     assert measuring(graph) == first
 
 
+def test_a_machine_that_was_measured_again_measures_its_models_again(machine):
+    from tests.test_costs import gpt_graph
+
+    _, asked = machine
+    graph = gpt_graph(num_layers=1, width=32, sequence=16, vocabulary=64, dtype="float32")
+    for pace in (0.001, 0.001, 0.002):
+        cluster = replace(TWO_CORES, device=replace(TWO_CORES.device, pace_seconds=pace))
+        local_measuring(cluster, 4, lambda what, done, of: None)(graph)
+
+    assert len(asked) == 2  # rows of another pace are not comparable
+
+
 def test_parts_of_a_model_are_measured_as_the_search_makes_them_and_counted_apart(machine):
     from planner.search import ways_to_split
     from planner.search.measuring import as_measured

@@ -98,6 +98,23 @@ def test_kernels_and_host_add_up_to_the_pass(graph, monkeypatch):
     assert min(block.forward_host_seconds, block.backward_host_seconds) > 0  # however long its operators took alone
 
 
+def test_passes_and_operators_are_scaled_to_the_pace_that_is_asked_for(graph, monkeypatch):
+    class Slow:
+        def measure(self, work):
+            return work(), 4.0
+
+    ticks = iter(range(10**9))
+    monkeypatch.setattr("planner.measure.passes.Paced", Slow)
+    monkeypatch.setattr("planner.measure.passes.time.thread_time", lambda: float(next(ticks)))
+    monkeypatch.setattr("planner.measure.passes._call_seconds", lambda timer: 0.0)
+    case = next(c for c in cases([(graph, {})], [1]) if "blocks.0" in c.name)
+
+    passes = measure_passes(case, CPU, 0.02, pace=1.0)
+
+    assert {row.seconds for row in passes.operators} == {0.25}
+    assert passes.block.forward_seconds + passes.block.forward_host_seconds == pytest.approx(0.25)
+
+
 def test_the_step_of_a_measured_model_is_the_sum_of_its_passes(graph):
     todo = cases([(graph, {})], [2])
     rows = [row for case in todo for row in (measured(case).block,)]

@@ -198,7 +198,7 @@ def test_stages_of_the_notes_have_degrees_of_their_own():
 
 
 def test_a_plan_of_stock_pytorch_costs_what_the_simulator_says():
-    """The same numbers as those of a plan that the search makes."""
+    """The same numbers as those of a plan that the search makes, but for what the ranks of our runtime agree on."""
     case = case_of(row(zero_stage=2, activation_recompute="full"))
     case = replace(case, engine=EAGER)
     found = predict(case)
@@ -210,7 +210,8 @@ def test_a_plan_of_stock_pytorch_costs_what_the_simulator_says():
     plain, again = (next(i for i, s in enumerate(costs.strategies) if (s.zero, s.recompute) == (2, r)) for r in (0, 1))
     rows = [(i, again if b.kind == "block" else plain) for i, b in enumerate(rank.graph.blocks)]
     expected = simulate(costs, [rows[:3], rows[3:]], "1f1b", 8)
-    assert found.seconds == pytest.approx(expected.step_seconds, rel=1e-9)
+    assert costs.agreement_seconds > 0
+    assert found.seconds == pytest.approx(expected.step_seconds - costs.agreement_seconds, rel=1e-9)
     np.testing.assert_allclose(found.peak_bytes, expected.peak_bytes, rtol=1e-9)
 
 

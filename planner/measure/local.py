@@ -461,14 +461,25 @@ def _work(rank: int, num_processes: int, folder: str) -> None:
     for step, make in _pieces(rank, num_processes).items():
         say(step)
         found.append(paced.measure(make))
-    typical = statistics.median(pace for _, pace in found)
-    for rows, pace in found:
-        for name, points in rows.items():
-            result[name] = [(size, seconds * typical / pace) for size, seconds in points]
-    result["pace"] = [(1, typical)]
+    result |= at_one_pace(found)
     dist.barrier()
     say(json.dumps(result))
     dist.destroy_process_group()
+
+
+def at_one_pace(found: Sequence[tuple[_Rows, float]]) -> _Rows:
+    """Rows that were measured at several paces as at the one in the middle, which is a row, too.
+
+    >>> at_one_pace([({"a": [(1, 4.0)]}, 2.0), ({"b": [(1, 4.0)]}, 1.0), ({}, 1.0)])
+    {'a': [(1, 2.0)], 'b': [(1, 4.0)], 'pace': [(1, 1.0)]}
+    """
+    typical = statistics.median(pace for _, pace in found)
+    rows = {
+        name: [(size, seconds * typical / pace) for size, seconds in points]
+        for measured, pace in found
+        for name, points in measured.items()
+    }
+    return {**rows, "pace": [(1, typical)]}
 
 
 def _pieces(rank: int, num_processes: int) -> dict[str, Callable[[], _Rows]]:
