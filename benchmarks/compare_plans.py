@@ -514,7 +514,12 @@ def summary(rows: Sequence[Row]) -> dict[str, Any]:
 def _figures(rows: Sequence[Row], measured: Sequence[float | None]) -> dict[str, Any]:
     """What predictions are worth by one way to measure."""
     known = [(row, seconds) for row, seconds in zip(rows, measured, strict=True) if seconds is not None]
-    found = accuracy([Pair(group="", predicted=row.predicted_seconds, measured=seconds) for row, seconds in known])
+    found = accuracy(
+        [
+            Pair(group="", plan=str(number), predicted=row.predicted_seconds, measured=seconds)
+            for number, (row, seconds) in enumerate(known)
+        ]
+    )
     choice = next((seconds for row, seconds in known if row.is_choice), None)
     best = min((seconds for _, seconds in known), default=None)
     return {

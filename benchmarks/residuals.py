@@ -28,7 +28,6 @@ from numpy.typing import NDArray
 
 from benchmarks import fit, fit_memory
 from planner.resources import profiles_path
-from planner.validate.run import Result
 
 QUANTILES = (0.1, 0.5, 0.9)
 COMPARABLE = 1.5  # plans that are further apart are never in question
@@ -78,7 +77,7 @@ def left_out(model: fit.Model, found: fit.Fit, chosen: Sequence[fit.Run], runs: 
     return [
         Step(
             source=run.case.row.prefix,
-            group=Result(row=run.case.row).group,
+            group=run.case.question,
             predicted_seconds=model.seconds(run, constants[run.case.row.prefix]),
             measured_seconds=run.seconds,
         )

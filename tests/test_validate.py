@@ -345,7 +345,7 @@ def test_a_narrow_model_has_all_of_its_layers():
 
 def test_figures_by_hand():
     pairs = [
-        Pair(group="a", predicted=p, measured=m)
+        Pair(group="a", plan=str(p), predicted=p, measured=m)
         for p, m in ((1.0, 1.0), (2.2, 2.0), (2.7, 3.0), (4.0, 4.0), (6.0, 5.0))
     ]
     found = accuracy(pairs)
@@ -356,7 +356,29 @@ def test_figures_by_hand():
     assert found.bias == pytest.approx(0.0)
     # Four pairs in order, one against it, one tie in the first: (4 - 1) / sqrt(5 x 6).
     assert kendall_tau([1, 1, 2, 3], [1, 2, 4, 3]) == pytest.approx(3 / np.sqrt(30))
-    assert regret([Pair(group="", predicted=1.0, measured=3.0), Pair(group="", predicted=2.0, measured=2.0)]) == 0.5
+    assert regret([Pair(group="", plan=str(p), predicted=p, measured=m) for p, m in ((1.0, 3.0), (2.0, 2.0))]) == 0.5
+
+
+def test_rows_of_one_plan_are_no_choice():
+    """What a plan does not decide, other software and other data, makes another question."""
+    one, again, other = row(iter_time_s=0.2), row(id="own-2", iter_time_s=0.1), row(id="own-3", dp=1, pp=4)
+    found = [case_of(each) for each in (one, again, other)]
+    assert found[0].question == found[1].question == found[2].question
+    assert found[0].plan == found[1].plan != found[2].plan
+    pairs = [Pair(group="a", plan="one", predicted=1.0, measured=m) for m in (1.0, 2.0)]
+    assert accuracy(pairs).regret is None
+    bert = {"model": "BERT 4B", "layers": 48, "hidden": 2560, "heads": 32, "seq_len": 512, "micro_batch": 8}
+    padded, binned = (
+        case_of(row(id="nemo-launcher-1", notes=f"{word} LDDL data loader; with LDDL sequences are binned", **bert))
+        for word in ("without", "with")
+    )
+    assert (padded.plan, padded.spec) == (binned.plan, binned.spec)
+    assert padded.question != binned.question
+    assert any("to how many tokens is not stated" in note for note in binned.notes)
+    words = ("PyTorch; samples/s", "DeepSpeed transformer kernel; samples/s")
+    plain, fused = (case_of(row(id="ds-bert-1", notes=each, **bert)) for each in words)
+    assert (plain.engine.name, fused.engine.name) == ("ddp", "deepspeed")
+    assert plain.question != fused.question
 
 
 def test_the_command_prints_figures_by_source(tmp_path, capsys):

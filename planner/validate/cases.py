@@ -25,6 +25,16 @@ Attention = Literal["flash", "unfused"]
 Recompute = Literal["none", "selective", "full"]
 Pipeline = Literal["1f1b", "interleaved", "zb-1p", "zb-2p", "zb-v"]
 
+# Columns of a row that no plan decides, and what of a case a plan does decide.
+NO_CHOICE = (
+    "model", "layers", "hidden", "heads", "kv_heads", "ffn_hidden", "seq_len", "gpu", "gpu_mem_gb", "n_gpus",
+    "gpus_per_node", "interconnect", "global_batch", "precision", "flash_attention", "compiled",
+)  # fmt: skip
+CHOICE = (
+    "stages", "cp", "ep", "expert_tp", "sequence_parallel", "zero", "shards", "num_microbatches", "virtual_stages",
+    "pipeline", "selective", "only_micro_batch",
+)  # fmt: skip
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StageCase:
@@ -79,12 +89,24 @@ class Case:
     only_micro_batch: bool  # what was measured is one micro-batch, without an optimizer step
     measured_seconds: float | None
     measured_tflops: tuple[float, str] | None  # TFLOP/s of a device, by model or hardware FLOP
+    is_binned: bool  # samples of one length are batched together
     notes: tuple[str, ...]
 
     @property
     def pp(self) -> int:
         """Pipeline stages."""
         return len(self.stages)
+
+    @property
+    def question(self) -> str:
+        """Cases of the same one differ in the plan only: the same model, data, devices and software."""
+        told = (getattr(self.row, name) for name in NO_CHOICE)
+        return repr((self.row.prefix, self.engine.name, self.is_binned, *told))
+
+    @property
+    def plan(self) -> str:
+        """Rows of one question with the same one are one plan, measured several times."""
+        return repr(tuple(getattr(self, name) for name in CHOICE))
 
     @property
     def keys(self) -> tuple[TraceKey, ...]:
@@ -134,9 +156,12 @@ def case_of(row: Row) -> Case:
         notes.append("multi-latent attention is priced as plain attention of the same heads")
     spec = model_of(row, tp=tp, cp=cp, dropout=dropout, sequence=source.get("seq_len"))
     stated_tokens = spec.sequence * cp
-    if spec.sequence == source.get("binned_from") and row.note(str(source["binned_note"])):
+    is_binned = spec.sequence == source.get("binned_from") and bool(row.note(str(source["binned_note"])))
+    if is_binned and "binned_tokens" in source:
         spec = replace(spec, sequence=int(source["binned_tokens"]))
         notes.append(f"samples are binned by length: {spec.sequence} tokens on average of {stated_tokens}")
+    elif is_binned:
+        notes.append(f"samples are binned by length, to how many tokens is not stated: {stated_tokens} are priced")
     engine = _engine(row, source)
     stages = stages_told or _equal_stages(row, source, spec, pp, tp, dp, micro_batch, recompute)
     total = sum(stage.layers for stage in stages)
@@ -189,6 +214,7 @@ def case_of(row: Row) -> Case:
         if is_frozen(row)
         else _measured_seconds(row, micro_batch * num_microbatches * dp * rounded, stated_tokens),
         measured_tflops=_measured_tflops(row, source),
+        is_binned=is_binned,
         notes=tuple(notes),
     )
 
@@ -239,6 +265,8 @@ def _engine(row: Row, source: Mapping[str, Any]) -> Engine:
         name = "stock" if (row.zero_stage or 0) >= 2 else "megatron"
     if name == "megatron" and (row.zero_stage or 0) >= 3:
         name = "deepspeed"  # Megatron-LM shards no parameters
+    for pattern, other in source.get("engine_of_note", {}).items():
+        name = other if row.note(pattern) else name
     engine = engine_named(name)
     overlaps = True if row.note("overlap-grad-reduce") else source.get("overlaps")
     if overlaps is not None:

@@ -30,6 +30,7 @@ class Pair:
     """One prediction beside its measurement; equal groups differ in the plan only."""
 
     group: str
+    plan: str
     predicted: float
     measured: float
 
@@ -42,7 +43,10 @@ class Pair:
 def accuracy(pairs: Sequence[Pair]) -> Accuracy:
     """All figures of some rows.
 
-    >>> two = [Pair(group="a", predicted=1.1, measured=1.0), Pair(group="a", predicted=1.4, measured=2.0)]
+    >>> two = [
+    ...     Pair(group="a", plan="dp", predicted=1.1, measured=1.0),
+    ...     Pair(group="a", plan="tp", predicted=1.4, measured=2.0),
+    ... ]
     >>> found = accuracy(two)
     >>> found.count, round(found.median_ape, 3), round(found.bias, 3), found.tau, found.regret
     (2, 0.2, -0.1, None, 0.0)
@@ -60,7 +64,9 @@ def accuracy(pairs: Sequence[Pair]) -> Accuracy:
         if len(members) >= LEAST_FOR_TAU
         and (tau := kendall_tau([p.predicted for p in members], [p.measured for p in members])) is not None
     ]
-    regrets = [regret(members) for members in groups.values() if len(members) >= LEAST_FOR_REGRET]
+    regrets = [
+        regret(members) for members in groups.values() if len({pair.plan for pair in members}) >= LEAST_FOR_REGRET
+    ]
     return Accuracy(
         count=len(pairs),
         median_ape=quantile(errors, 0.5),
@@ -107,9 +113,20 @@ def kendall_tau(first: Sequence[float], second: Sequence[float]) -> float | None
 
 
 def regret(members: Sequence[Pair]) -> float:
-    """What is lost by taking the row that is predicted best: its measurement over the best one, less 1.
+    """What is lost by taking the plan that is predicted best: its measurement over the best one, less 1.
 
-    Of rows that are predicted to be equal the first one is taken.
+    A plan that was measured several times has the median of its times. Of plans that are predicted to be equal the
+    first one is taken.
+
+    >>> from dataclasses import replace
+    >>> once = Pair(group="a", plan="dp", predicted=1.0, measured=1.5)
+    >>> tp = replace(once, plan="tp", predicted=1.2, measured=1.0)
+    >>> round(regret([once, replace(once, measured=1.1), tp]), 6)
+    0.3
     """
-    chosen = min(members, key=lambda pair: pair.predicted)
-    return chosen.measured / min(pair.measured for pair in members) - 1
+    plans: dict[str, list[Pair]] = {}
+    for pair in members:
+        plans.setdefault(pair.plan, []).append(pair)
+    took = [(pairs[0].predicted, quantile([pair.measured for pair in pairs], 0.5)) for pairs in plans.values()]
+    chosen = min(took, key=lambda each: each[0])
+    return chosen[1] / min(measured for _, measured in took) - 1

@@ -19,11 +19,6 @@ from planner.validate.rows import RefusedError, Row, read_rows
 
 Progress = Callable[[str, int, int], None]
 NUM_WORKERS = 2
-# Columns that are not a choice of the plan: rows that agree in all of them compete.
-SAME = (
-    "model", "layers", "hidden", "heads", "kv_heads", "ffn_hidden", "seq_len", "gpu", "gpu_mem_gb", "n_gpus",
-    "gpus_per_node", "interconnect", "global_batch", "precision", "flash_attention", "compiled",
-)  # fmt: skip
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,6 +27,7 @@ class Result:
 
     row: Row
     tier: str = "?"
+    case: Case | None = None
     prediction: Prediction | None = None
     measured_seconds: float | None = None
     refusal: str = ""
@@ -50,11 +46,6 @@ class Result:
         if self.prediction is None or not measured:
             return None
         return self.prediction.memory_bytes(self.row.memory_kind) / measured - 1
-
-    @property
-    def group(self) -> str:
-        """Rows of one group differ in the plan only."""
-        return repr((self.row.prefix, *(getattr(self.row, name) for name in SAME)))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -114,16 +105,26 @@ def summary(results: Sequence[Result]) -> Summary:
         reasons=dict(Counter(result.refusal for result in results if result.refusal).most_common()),
         time=accuracy(
             [
-                Pair(group=r.group, predicted=r.prediction.seconds, measured=r.measured_seconds)
+                Pair(
+                    group=r.case.question,
+                    plan=r.case.plan,
+                    predicted=r.prediction.seconds,
+                    measured=r.measured_seconds,
+                )
                 for r in results
-                if r.prediction is not None and r.measured_seconds
+                if r.case is not None and r.prediction is not None and r.measured_seconds
             ]
         ),
         memory=accuracy(
             [
-                Pair(group=r.group, predicted=r.prediction.memory_bytes(r.row.memory_kind), measured=measured)
+                Pair(
+                    group=r.case.question,
+                    plan=r.case.plan,
+                    predicted=r.prediction.memory_bytes(r.row.memory_kind),
+                    measured=measured,
+                )
                 for r in results
-                if r.prediction is not None and (measured := r.row.peak_memory_bytes)
+                if r.case is not None and r.prediction is not None and (measured := r.row.peak_memory_bytes)
             ]
         ),
         oom=_confusion(results),
@@ -172,7 +173,7 @@ def explain(paths: Sequence[str | Path], row_id: str) -> dict[str, Any]:
         prediction = predict(case)
     except RefusedError as error:
         raise RunError(f"row {row_id} is not priced: {error}") from None
-    result = Result(row=found[0], prediction=prediction, measured_seconds=measured_seconds(case))
+    result = Result(row=found[0], case=case, prediction=prediction, measured_seconds=measured_seconds(case))
     return {
         "id": row_id,
         "measured_seconds": result.measured_seconds,
@@ -231,7 +232,7 @@ def _result(row: Row, case: Case | None, refusal: str) -> Result:
         prediction = predict(case)
     except RefusedError as error:
         return Result(row=row, tier=case.tier, refusal=_reason(error))
-    return Result(row=row, tier=case.tier, prediction=prediction, measured_seconds=measured_seconds(case))
+    return Result(row=row, tier=case.tier, case=case, prediction=prediction, measured_seconds=measured_seconds(case))
 
 
 def _reason(error: RefusedError) -> str:
