@@ -87,6 +87,7 @@ def _group(cluster: Cluster, size: int, stride: int, num_ranks: int) -> Group:
         intra_rate = min(intra_rate, intra.node_bytes_per_second / active)
     share = intra.group_efficiency.at(ranks_per_node) if intra.group_efficiency else 1.0
     node_rate = inter.bytes_per_second * cluster.nics_per_node
+    share_between = inter.group_efficiency.at(ranks_per_node) if inter.group_efficiency else 1.0
     cards_per_device = max(1.0, cluster.nics_per_node / cluster.devices_per_node)
     return Group(
         num_ranks=size,
@@ -95,7 +96,7 @@ def _group(cluster: Cluster, size: int, stride: int, num_ranks: int) -> Group:
         intra=intra,
         inter=inter,
         intra_bytes_per_second=intra_rate * share,
-        inter_bytes_per_second=node_rate / max(1, leaving),
+        inter_bytes_per_second=node_rate * share_between / max(1, leaving),
         intra_hop_bytes_per_second=intra_rate,
         inter_hop_bytes_per_second=min(node_rate / max(1, leaving), inter.bytes_per_second * cards_per_device),
     )

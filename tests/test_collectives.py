@@ -135,6 +135,18 @@ def test_small_groups_on_a_cube_mesh_are_slower():
     assert axis_group(cube, {"dp": 4}, "dp").intra_bytes_per_second == pytest.approx(1e9)
 
 
+def test_one_group_may_not_use_all_cards_of_a_node():
+    """Four groups of one device a node send four times at once; one group of all devices has less than all cards."""
+    slow = link(
+        kind="infiniband", bytes_per_second=1e8, group_efficiency=Curve(points=((1.0, 1.0), (4.0, 0.5), (8.0, 0.5)))
+    )
+    nodes = cluster(inter=slow)
+
+    assert axis_group(nodes, {"dp": 32}, "dp").inter_bytes_per_second == pytest.approx(4e8)
+    assert axis_group(nodes, {"dp": 4, "tp": 8}, "dp").inter_bytes_per_second == pytest.approx(1e8)
+    assert axis_group(nodes, {"dp": 4, "tp": 8}, "dp").inter_hop_bytes_per_second == pytest.approx(1e8)
+
+
 def test_groups_that_do_not_fill_nodes_evenly_count_their_worst():
     # Ranks 0 to 5, 6 to 11: the second group lies on two nodes of 8.
     group = axis_group(cluster(), {"pp": 2, "dp": 6}, "dp")
