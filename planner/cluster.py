@@ -294,6 +294,9 @@ class Device:
     optimizer_seconds: Mapping[str, OptimizerSeconds] | None = field(default=None, hash=False)  # None: not measured
     sharding_seconds: ShardingSeconds | None = None  # None: in wrapper_seconds
     checkpoint_seconds: CheckpointSeconds | None = None  # None: not measured
+    misaligned_matmul: float | None = (
+        None  # rate of 16-bit products of sizes that are no multiples of 8; None: as others
+    )
     pace_seconds: float | None = None  # of a CPU: those of `planner.measure.pace` when the rest was measured
     source: Mapping[str, str] = field(hash=False)
 
@@ -493,6 +496,7 @@ _DEVICE_KEYS: Mapping[str, Callable[[object], object]] = {
     "optimizer_seconds": _optional(_table(None, _optimizer)),
     "sharding_seconds": _optional(_sharding),
     "checkpoint_seconds": _optional(_checkpoint),
+    "misaligned_matmul": _optional(_positive),
     "pace_seconds": _optional(_not_negative),
     "source": _sources,
 }
@@ -528,6 +532,7 @@ _OPTIONAL_KEYS = {
     "optimizer_seconds",
     "sharding_seconds",
     "checkpoint_seconds",
+    "misaligned_matmul",
     "pace_seconds",
 }
 # Choices and names: they need no evidence.

@@ -61,7 +61,7 @@ from planner.operators import check_dtype, class_seconds, kernel_seconds, memory
 from planner.plan import AXES, Mesh
 from planner.schedule import in_flight
 from planner.shard.chain import AxisSplit, spread_parameters
-from planner.shard.placement import Q
+from planner.shard.placement import Q, R
 
 Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]
@@ -354,7 +354,13 @@ def price(
         capacity=float(cluster.capacity_bytes),
         tie_groups=_tie_groups(key),
         basis=Basis(
-            traffic=traffic, count=count, num_inside=within.number, hooked=hooked, wrapped=wrapped, partial=partial
+            traffic=traffic,
+            count=count,
+            num_inside=within.number,
+            hooked=hooked,
+            wrapped=wrapped,
+            partial=partial,
+            whole_bytes=_whole_bytes(graph, splits, micro_batch) if min(mesh.tp, mesh.pp) > 1 else hop_bytes,
         ),
     )
 
@@ -377,6 +383,7 @@ def strategy_seconds(
     overlap: float = 1.0,
     overlaps: bool = True,
     apart: bool = False,
+    called: Floats | float = 1.0,
 ) -> "StrategySeconds":
     """Seconds of one strategy of priced blocks whose kernels take others than stock PyTorch's.
 
@@ -392,12 +399,16 @@ def strategy_seconds(
     slowdown, reduce_slowdown = (
         Slowdown(*(1 + overlap * (factor - 1) for factor in each)) for each in (base.slowdown, base.reduce_slowdown)
     )
-    forward, backward = (_computed(device, seconds, number, basis.hooked, passes=each) for each in ((1, 0), (0, 1)))
+    forward, backward = (
+        _computed(device, seconds, number, basis.hooked, passes=each, called=called) for each in ((1, 0), (0, 1))
+    )
     traffic = replace(
         base,
         forward=forward,
         backward=backward,
-        rerun=forward + backward if apart else _computed(device, seconds, number, basis.hooked, passes=(1, 1)),
+        rerun=forward + backward
+        if apart
+        else _computed(device, seconds, number, basis.hooked, passes=(1, 1), called=called),
         inside=inside,
         slowdown=slowdown,
         reduce_slowdown=reduce_slowdown,
@@ -479,6 +490,7 @@ class Basis:
     hooked: NDArray[np.bool_]  # [L] FSDP2 modules
     wrapped: bool
     partial: Floats  # [L] once a step: gradients that each rank of tp has a part of
+    whole_bytes: Floats  # [L - 1] of a message over the cut, what every rank of tp has all of
 
 
 class _Room(NamedTuple):
@@ -610,11 +622,17 @@ def _hop_bytes(graph: Same, micro_batch: int) -> Floats:
 
 
 def _computed(
-    device: Device, kernels: Floats, num_kernels: Floats, hooked: NDArray[np.bool_], *, passes: tuple[int, int]
+    device: Device,
+    kernels: Floats,
+    num_kernels: Floats,
+    hooked: NDArray[np.bool_],
+    *,
+    passes: tuple[int, int],
+    called: Floats | float = 1.0,
 ) -> Floats:
     """[L] seconds of this many forward and backward passes as one eager phase; `hooked` are FSDP2 modules."""
     times = np.array(passes, float)
-    return phase_seconds(device, kernels @ times, num_kernels @ times, times.sum() * hooked, times.sum())
+    return phase_seconds(device, kernels @ times, num_kernels @ times, times.sum() * hooked, times.sum() * called)
 
 
 def _checkpoint_seconds(device: Device, num_kernels: Floats) -> Floats:
@@ -652,6 +670,18 @@ def _partial_seconds(graph: Graph, splits: Sequence[AxisSplit], mesh: Mesh, poli
     num_bytes = policy.master_bytes * np.array(partial, float)
     together = all_reduce_seconds(float(num_bytes.sum()), tensor)
     return num_bytes / max(1.0, float(num_bytes.sum())) * together
+
+
+def _whole_bytes(graph: Graph, splits: Sequence[AxisSplit], micro_batch: int) -> Floats:
+    shardings = next(split.shardings for split in splits if split.axis == "tp")
+    is_whole = {
+        tensor: placement == R
+        for block, sharding in zip(graph.blocks, shardings, strict=True)
+        for tensor, placement in zip(block.outputs, sharding.outputs, strict=True)
+    }
+    return np.array(
+        [sum(graph.tensors[t].num_bytes.at(micro_batch) for t in cut if is_whole[t]) for cut in graph.carried], float
+    )
 
 
 def _peaks(blocks: _Blocks, strategy: Strategy) -> tuple[Floats, Floats]:

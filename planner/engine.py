@@ -26,8 +26,11 @@ class Engine:
     overlaps_gathers: bool  # parameters are gathered beside the passes
     by_block: bool  # it reduces block by block, as FSDP2 and DDP do, not all in one piece
     receives_all_at_once: bool  # buffers of all micro-batches, as torch.distributed.pipelining has them
+    scatters_messages: bool  # a rank of tp sends its part of an activation to the next stage, where it is gathered
+    loss_in_parts: bool  # a loss over a vocabulary takes several passes in float32, whether that is split or not
     gradient_bytes: int  # of an element while it is reduced; 0: as the precision says
     memory_traffic: float  # bytes of elementwise chains
+    head_traffic: float  # bytes of elementwise chains outside of layers: embedding and loss
     compiled_memory_traffic: float  # the same under torch.compile
     attention_passes: float  # bytes of the softmax of attention that is not fused, in units of one pass for each step
     attention_speed: float  # rate of fused attention

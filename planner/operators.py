@@ -17,6 +17,14 @@ from planner.graph import Affine, BlockClass, Graph, Kernel
 
 Floats = NDArray[np.float64]
 
+# The exponent of the norm by which a device's seconds and those of the processor beside it add up: 1 would be their
+# sum, infinity the slower one. Kernels are of unequal length, and each of the two waits for the other now and then.
+# Of 3, 4 and 5, `python -m benchmarks.fit` misses the grid of one node least with 4, all sources alike with 4 and 5.
+BESIDE = 4.0
+# Elements of 16 bits in 16 bytes: tensor cores are fastest where sizes are multiples of that (NVIDIA, Matrix
+# Multiplication Background User's Guide).
+ALIGNED = 8
+
 # Kernel.kind and phase -> the efficiency curve of the device.
 _CURVE = {
     ("matmul", "forward"): "matmul",
@@ -93,6 +101,7 @@ class KernelTable:
     flop: Floats
     num_bytes: Floats
     rate: NDArray[np.int64]
+    is_misaligned: NDArray[np.bool_]
     rates: tuple[tuple[str, str], ...]
 
 
@@ -105,7 +114,16 @@ def kernel_table(kernels: Sequence[Kernel], micro_batch: int) -> KernelTable:
         num_bytes=_at([kernel.num_bytes for kernel in kernels], micro_batch),
         rate=np.array([-1 if key is None else rates.index(key) for key in keys], np.int64),
         rates=rates,
+        is_misaligned=np.array([_is_misaligned(kernel) for kernel in kernels], bool),
     )
+
+
+def _is_misaligned(kernel: Kernel) -> bool:
+    """Whether a row of a matrix does not begin where tensor cores read best: sizes are no multiples of 16 bytes."""
+    if kernel.kind != "matmul" or kernel.dtype not in ("bfloat16", "float16"):
+        return False
+    matrices = [operand for operand in kernel.operands if len(operand.shape) == 2]
+    return any(isinstance(size, int) and size % ALIGNED for operand in matrices for size in operand.shape)
 
 
 def roofline_seconds(device: Device, kernels: Sequence[Kernel], micro_batch: int) -> Floats:
@@ -134,6 +152,7 @@ def table_seconds(device: Device, table: KernelTable) -> Floats:
         members = table.rate == index
         work = table.flop[members]
         rate = device.peak_flop_per_second[dtype] * curve_at(device.efficiency[curve], work)
+        rate = rate * np.where(table.is_misaligned[members], device.misaligned_matmul or 1.0, 1.0)
         seconds[members] = np.maximum(seconds[members], work / rate)
     return seconds
 
@@ -208,8 +227,9 @@ def phase_seconds(
 ) -> Floats:
     """Seconds of eager phases whose kernels take `sum_of_kernels` and are sent one by one.
 
-    A GPU works while the processor sends the next kernel: the slower of the two counts. Where the processor itself
-    computes, both add up. `num_wrappers` are the passes through FSDP2-wrapped modules, `num_blocks` through blocks.
+    A GPU works while the processor sends the next kernel: the slower of the two counts, and where both are nearly as
+    slow each waits for the other at times (the norm of the two, see `BESIDE`). Where the processor itself computes,
+    both add up. `num_wrappers` are the passes through FSDP2-wrapped modules, `num_blocks` through blocks.
     """
     kernels = np.asarray(sum_of_kernels, float)
     sending = (
@@ -217,7 +237,11 @@ def phase_seconds(
         + np.asarray(num_wrappers, float) * device.wrapper_seconds
         + np.asarray(num_blocks, float) * device.block_seconds
     )
-    return np.asarray(kernels + sending if device.synchronous_dispatch else np.maximum(kernels, sending))
+    if device.synchronous_dispatch:
+        return np.asarray(kernels + sending)
+    slower, faster = np.maximum(kernels, sending), np.minimum(kernels, sending)
+    share = np.divide(faster, slower, out=np.zeros_like(slower), where=slower > 0)
+    return np.asarray(slower * (1 + share**BESIDE) ** (1 / BESIDE))
 
 
 def measured_share(device: Device, graph: Graph, micro_batch: int) -> float:

@@ -98,6 +98,72 @@ def test_what_is_once_a_step_is_counted_once():
     assert 8 * 0.01 * 0.99 <= hops[1] - hops[0] <= 2 * 8 * 0.01 * 1.01
 
 
+def test_what_is_outside_of_layers_has_a_traffic_of_its_own():
+    """The loss moves float32 logits in several chains: more of them for a larger vocabulary, none for more layers."""
+
+    def more(vocab, layers=4):
+        once, twice = (
+            terms(
+                replace(MEGATRON, head_traffic=factor), vocab=vocab, layers=layers, hidden=1024, heads=8, seq_len=1024,
+                micro_batch=8, global_batch=64, pp=1, n_gpus=2,
+            ).memory_bound_seconds
+            for factor in (1.0, 2.0)
+        )  # fmt: skip
+        return twice - once
+
+    base = more(16384)
+    assert more(32768) == pytest.approx(2 * base, rel=0.2)
+    assert more(16384, layers=8) == pytest.approx(base, rel=1e-6)
+    assert base > 0
+
+
+def test_calling_a_layer_takes_the_processor_and_the_rest_of_a_model_is_no_layer():
+    slow = replace(MEGATRON, dispatch=1e-3, block_dispatches=1e6, straggling=0.0)
+    for layers, vocab in ((4, 256), (8, 256), (4, 4096)):  # the last: layers are cut within
+        found = terms(
+            slow, layers=layers, vocab=vocab, pp=1, dp=1, n_gpus=1, global_batch=2, activation_recompute="none"
+        )
+        expected = 2 * layers * 1e6 * case_of(BASE).cluster.device.dispatch_seconds  # forward and backward
+        assert found.total_seconds == pytest.approx(expected, rel=1e-3)
+
+
+def test_the_processor_of_a_device_scales_what_an_engine_takes_of_it():
+    """Constants are for one that sends a kernel in 8 us."""
+    slow = replace(MEGATRON, step_seconds=5.0)
+    found = {gpu: terms(slow, gpu=gpu).optimizer_seconds - terms(MEGATRON, gpu=gpu).optimizer_seconds
+             for gpu in ("A100", "H100")}  # fmt: skip
+    assert found["A100"] == pytest.approx(5.0 - MEGATRON.step_seconds)
+    h100 = case_of(replace(BASE, gpu="H100")).cluster.device.dispatch_seconds
+    assert found["H100"] / found["A100"] == pytest.approx(h100 / 8e-6)
+
+
+def test_each_chunk_of_a_stage_is_passed_by_itself():
+    slow = replace(MEGATRON, pass_seconds=MEGATRON.pass_seconds + 1.0)
+
+    def more(**changes):
+        return terms(slow, **changes).launch_seconds - terms(MEGATRON, **changes).launch_seconds
+
+    one = more()
+    assert one == pytest.approx(2 * 8 * 1.0)  # forward and backward of eight micro-batches
+    assert more(vp_interleave=2) == pytest.approx(2 * one)
+
+
+def test_ranks_of_tp_send_parts_of_what_all_of_them_have():
+    def messages(engine, *, split=False):
+        return terms(
+            engine, hidden=4096, heads=32, seq_len=2048, tp=2, dp=1, gpus_per_node=2, activation_recompute="none",
+            interconnect="100 Gb/s Ethernet", sequence_parallel=split,
+        ).pp_seconds  # fmt: skip
+
+    apart = replace(MEGATRON, scatters_messages=False)
+    assert (
+        0.45 * messages(apart) < messages(MEGATRON) < 0.75 * messages(apart)
+    )  # half between nodes, gathered by NVLink
+    # With sequence parallelism a rank has no more than its part.
+    assert messages(MEGATRON, split=True) == pytest.approx(messages(apart, split=True))
+    assert messages(apart, split=True) < messages(MEGATRON)
+
+
 def test_hidden_gradients_cost_less_than_shown_ones():
     large = {"hidden": 1024, "heads": 16, "seq_len": 1024, "pp": 1, "dp": 4}
     shown = terms(MEGATRON, **large).dp_seconds

@@ -22,7 +22,7 @@ from planner.simulate import simulate
 from planner.trace import trace
 from planner.validate.cases import case_of
 from planner.validate.models import rank_graph
-from planner.validate.price import predict
+from planner.validate.price import predict, shares
 from planner.zoo import build
 from tests.command_line import TWO_CORES
 from tests.published_rows import OWN_ROW
@@ -73,6 +73,22 @@ def test_a_plan_takes_what_validate_says_of_the_engine(engine, mesh, zero, recom
 def test_of_a_pipeline_too(engine):
     validated, planned = both(engine, Mesh(pp=2, dp_replicate=2), 0, 0, pp=2, dp=2, global_batch=32)
     assert planned == pytest.approx(validated, rel=0.02)  # stages of unequal parameters, which come in one piece each
+
+
+def test_of_a_pipeline_of_split_layers_too():
+    """Messages in parts: the tables of a plan and a row have the same."""
+    row = replace(ROW, pp=2, tp=2, dp=1, hidden=2048, heads=16, seq_len=2048, gpus_per_node=2)
+    case = replace(case_of(row), engine=replace(engine_named("megatron"), hop_seconds=0.0))
+    rank, mesh = rank_graph(case.key(case.stages[0]), case.spec.layers), Mesh(pp=2, tp=2)
+    costs = price(
+        rank.graph, case.cluster, mesh=mesh, micro_batch=2, num_microbatches=4, schedule="1f1b", precision="bf16",
+        optimizer="adamw", splits=[AxisSplit(axis=a, degree=d, shardings=rank.shardings) for a, d in mesh.splits],
+    )  # fmt: skip
+    parts = engine_costs(costs, rank.graph, case.cluster, case.engine).hop_seconds
+    whole = engine_costs(costs, rank.graph, case.cluster, replace(case.engine, scatters_messages=False)).hop_seconds
+    np.testing.assert_array_equal(whole, costs.hop_seconds)
+    np.testing.assert_array_equal(parts, shares(case)[0].priced.scattered_seconds)
+    assert (parts < whole).all()
 
 
 @pytest.mark.parametrize("engine", ENGINES)

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from planner.cluster import Cluster
 from planner.errors import ClusterError
-from planner.graph import Affine, Kernel
+from planner.graph import Affine, Batch, Kernel, Operand
 from planner.operators import curve_at, kernel_seconds, memory_seconds, phase_seconds
 
 DEVICE = Cluster.load("1x8xA100-80GB").device
@@ -79,8 +79,30 @@ def test_a_gpu_hides_dispatch_and_a_cpu_does_not():
     kernels = 100 * DEVICE.dispatch_seconds
     cpu = replace(DEVICE, synchronous_dispatch=True)
 
-    assert phase_seconds(DEVICE, kernels, 50) == pytest.approx(kernels)
-    assert phase_seconds(DEVICE, kernels, 200) == pytest.approx(2 * kernels)
-    assert phase_seconds(DEVICE, kernels, 200, 1) == pytest.approx(2 * kernels + DEVICE.wrapper_seconds)
+    assert phase_seconds(DEVICE, kernels, 10) == pytest.approx(kernels, rel=1e-4)
+    assert phase_seconds(DEVICE, kernels, 1000) == pytest.approx(10 * kernels, rel=1e-4)
+    assert phase_seconds(DEVICE, kernels, 1000, 1) == pytest.approx(10 * kernels + DEVICE.wrapper_seconds, rel=1e-4)
+    # As slow as each other, each waits for the other at times: the norm with exponent 4.
+    assert phase_seconds(DEVICE, kernels, 100) == pytest.approx(kernels * 2 ** (1 / 4))
+    assert phase_seconds(DEVICE, [0.0, kernels], [0, 0]).tolist() == [0.0, kernels]
     assert phase_seconds(cpu, kernels, 50) == pytest.approx(1.5 * kernels)
     assert phase_seconds(cpu, np.array([kernels, 0.0]), np.array([0, 100])) == pytest.approx([kernels, kernels])
+
+
+def test_sizes_that_are_no_multiples_of_eight_slow_tensor_cores_down():
+    def product(*sizes, dtype="bfloat16"):
+        operands = (Operand(dtype, (Batch(1023), sizes[0])), Operand(dtype, sizes, is_strided=True))
+        return replace(kernel(dtype=dtype, flop=1e12), operands=operands)
+
+    device = replace(DEVICE, misaligned_matmul=0.5)
+    even, odd, wide = (product(1024, 50304), product(1024, 50257), product(1024, 50257, dtype="float32"))
+    assert kernel_seconds(device, [odd], 1) == pytest.approx(
+        2 * kernel_seconds(device, [even], 1)
+    )  # tokens: any number
+    assert kernel_seconds(device, [wide], 1) == pytest.approx(
+        kernel_seconds(replace(device, misaligned_matmul=None), [wide], 1)
+    )
+    assert kernel_seconds(replace(device, misaligned_matmul=None), [odd], 1) == pytest.approx(
+        kernel_seconds(device, [even], 1)
+    )
+    assert all(0 < (Cluster.load(f"1x1x{name}").device.misaligned_matmul or 1) < 1 for name in ("A100", "H100", "T4"))

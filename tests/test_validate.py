@@ -11,6 +11,7 @@ import pytest
 from planner.cli import main
 from planner.costs import price
 from planner.engine import engine_named
+from planner.engine_seconds import HEAD
 from planner.errors import ProfileError, RunError
 from planner.graph import reads
 from planner.plan import Mesh
@@ -19,7 +20,7 @@ from planner.validate import explain, validate
 from planner.validate.cases import case_of
 from planner.validate.metrics import Pair, accuracy, kendall_tau, regret
 from planner.validate.models import TraceKey, _made, rank_graph
-from planner.validate.price import features, predict
+from planner.validate.price import features, predict, shares
 from planner.validate.rows import LENGTH, RefusedError, Row, _row, read_rows
 from planner.validate.software import layer_places
 from tests.published_rows import OWN_ROW
@@ -29,7 +30,7 @@ BASE = replace(OWN_ROW, dp=2, pp=2)
 
 
 # Plain FSDP2 on the zoo's own models: nothing beside what `planner.costs` prices.
-EAGER = replace(engine_named("stock"), memory_traffic=1.0, overlap=1.0)
+EAGER = replace(engine_named("stock"), memory_traffic=1.0, head_traffic=1.0, overlap=1.0)
 
 
 def row(**changes):
@@ -274,6 +275,33 @@ def _implemented(*, flash):
     case = case_of(row(flash_attention=flash))
     case = replace(case, dropout=0.1, spec=replace(case.spec, dropout=0.1))
     return SimpleNamespace(graph=_tables(case, case.stages[0]).graph)
+
+
+def test_megatron_pads_a_vocabulary_and_has_its_own_loss():
+    """Where the vocabulary is not split either; PyTorch alone does neither."""
+    odd = {"vocab": 50257, "pp": 1, "dp": 4, "hidden": 2048, "heads": 16}
+    padded, raw = case_of(row(**odd)), case_of(row(**odd, id="fsdp-blog-1"))
+    assert (padded.engine.name, raw.engine.name) == ("megatron", "stock")
+    assert (padded.spec.vocabulary, raw.spec.vocabulary) == (50304, 50257)
+    assert case_of(row(**odd, id="vtrain-s-1")).spec.vocabulary == 50257
+
+    def passes(case):
+        """Bytes of each pass over the logits, two samples."""
+        work = shares(case)[0].priced.work.classes[-1]
+        found = work.table.num_bytes[work.kind == HEAD] / (2 * case.spec.vocabulary * case.spec.sequence)
+        return found[found > 1].round(2).tolist()
+
+    assert passes(padded) == [6.0, 4.0, 8.0, 8.0, 4.0, 8.0, 8.0, 6.0]
+    assert passes(raw) == [4.0, 2.0, 6.0]  # the soft-max, zeros for its gradient, that
+
+
+def test_collectives_of_async_tensor_parallelism_are_partly_hidden():
+    tp = {"id": "torchtitan-1", "tp": 2, "pp": 1, "dp": 2, "zero_stage": 3}
+    vanilla, asynchronous = (case_of(row(**tp, notes=f"{word} TP; H100")) for word in ("vanilla", "async"))
+    assert vanilla.question == asynchronous.question
+    assert vanilla.plan != asynchronous.plan
+    took = [predict(case).terms.tp_seconds for case in (vanilla, asynchronous)]
+    assert took[1] == pytest.approx(0.67 * took[0])
 
 
 def test_megatrons_split_gathers_no_weights():

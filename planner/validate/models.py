@@ -108,7 +108,9 @@ class TraceKey:
     precision: Literal["bf16", "fp32"]
 
 
-def model_of(row: Row, *, tp: int = 1, cp: int = 1, dropout: float = 0.0, sequence: int | None = None) -> ModelSpec:
+def model_of(
+    row: Row, *, tp: int = 1, cp: int = 1, dropout: float = 0.0, sequence: int | None = None, pads: bool = False
+) -> ModelSpec:
     """The model of a row, with the tokens that one of `cp` ranks has.
 
     A vocabulary that is split over `tp` ranks is padded as Megatron-LM does (`--make-vocab-size-divisible-by` 128).
@@ -133,7 +135,7 @@ def model_of(row: Row, *, tp: int = 1, cp: int = 1, dropout: float = 0.0, sequen
     if not tokens:
         raise RefusedError("sequence length not stated")
     vocabulary = row.vocab or int(known.get("vocab", 0)) or 50257
-    if tp > 1:
+    if tp > 1 or pads:
         vocabulary = -(-vocabulary // (128 * tp)) * 128 * tp
     architecture: Architecture = known.get("architecture", "gpt")
     flags = row.note(r"flags?:(.*)$")

@@ -1,5 +1,6 @@
 """A case priced: what its ranks run, by the tracer and `planner.costs`, the seconds of its step, and its bytes."""
 
+from collections import Counter
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any
@@ -9,7 +10,7 @@ from numpy.typing import NDArray
 
 from planner.cluster import Cluster
 from planner.costs import price
-from planner.engine_seconds import Work, data_groups, work_of
+from planner.engine_seconds import Work, data_groups, scattered_seconds, work_of
 from planner.errors import PlannerError
 from planner.graph import Graph
 from planner.plan import Mesh
@@ -139,6 +140,7 @@ def _tables(case: Case, stage: StageCase) -> Priced:
         case.optimizer,
         case.zero,
         case.fp8,
+        case.engine.loss_in_parts,
     )
 
 
@@ -162,8 +164,12 @@ class _Rank:
 
 
 @lru_cache(maxsize=KEPT)
-def _work(rank: _Rank, micro_batch: int, fp8: bool) -> Work:
-    return work_of(_implemented(rank.rank, rank.by), micro_batch, fp8=fp8)
+def _work(rank: _Rank, micro_batch: int, fp8: bool, loss_in_parts: bool) -> Work:
+    graph = _implemented(rank.rank, rank.by)
+    layers = layer_places(graph)
+    parts = Counter(layers.values())  # a layer of a narrow model may be cut within
+    calls = [1 / parts[layers[place]] if place in layers else 0.0 for place in range(len(graph.blocks))]
+    return work_of(graph, micro_batch, fp8=fp8, loss_in_parts=loss_in_parts, calls=np.array(calls))
 
 
 @lru_cache(maxsize=KEPT)
@@ -177,6 +183,7 @@ def _priced(
     optimizer: str,
     zero: int,
     fp8: bool,
+    loss_in_parts: bool,
 ) -> Priced:
     graph = _implemented(rank.rank, rank.by)
     costs = price(
@@ -189,8 +196,9 @@ def _priced(
     return Priced(
         graph=graph,
         costs=costs,
+        scattered_seconds=scattered_seconds(costs, cluster),
         columns=(column[stage_zero, 0], column[stage_zero, 1]),
-        work=_work(rank, micro_batch, fp8),
+        work=_work(rank, micro_batch, fp8, loss_in_parts),
         elements=_elements(graph, mesh.pp > 1),
         expert_elements=_elements(graph, mesh.pp > 1, experts_only=True),
         parameters=np.array([len(block.parameters) for block in graph.blocks], float),

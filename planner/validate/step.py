@@ -22,7 +22,15 @@ from planner.collectives import (
 )
 from planner.costs import Costs, inside_seconds
 from planner.engine import Engine
-from planner.engine_seconds import BlockSeconds, DataGroups, Work, block_seconds, in_one_piece, prelude_seconds
+from planner.engine_seconds import (
+    BlockSeconds,
+    DataGroups,
+    Work,
+    block_seconds,
+    in_one_piece,
+    on_processor,
+    prelude_seconds,
+)
 from planner.graph import Graph
 from planner.memory import precision_named
 from planner.offload import adam_seconds, copy_bytes_per_second, exposed_copy_seconds, gradient_copies
@@ -67,6 +75,7 @@ class Priced:
 
     graph: Graph
     costs: Costs
+    scattered_seconds: Floats  # [L - 1] a message over the cut if ranks of tp send it in parts
     work: Work
     columns: tuple[int, int]  # strategies without and with recomputation
     elements: Floats  # [L] trainable parameters of a rank
@@ -166,18 +175,16 @@ def _stage(
             backward + costs.pass_seconds,
             launch + 2 * costs.pass_seconds,
         )
-    forward, backward, launch = (
-        forward + engine.pass_seconds,
-        backward + engine.pass_seconds,
-        launch + 2 * engine.pass_seconds,
-    )
+    # Each of its chunks of the model is passed by itself.
+    passing = on_processor(device, engine.pass_seconds) * case.virtual_stages
+    forward, backward, launch = forward + passing, backward + passing, launch + 2 * passing
     extra = _extra(case, stage, priced, weights, attention, gemm)
     forward += sum(extra.values()) / 3
     backward += 2 * sum(extra.values()) / 3
     start, reduce = _synchronised(case, share, plain, engine)
     end = TimeTerms(
         dp_seconds=reduce,
-        optimizer_seconds=engine.step_seconds
+        optimizer_seconds=on_processor(device, engine.step_seconds)
         + _optimizer_seconds(stage, priced, weights, engine)
         + case.optimizer_operations * float(weights @ priced.parameters) * engine.dispatch * device.dispatch_seconds,
         pp_seconds=float((weights * costs.tie_seconds[:, priced.columns[0]]).max(initial=0.0)),
@@ -186,7 +193,8 @@ def _stage(
     after = int(np.flatnonzero(weights > 0)[-1])
     hop = 0.0
     if p < case.pp - 1:
-        hop = engine.hop_seconds + float(costs.hop_seconds[min(after, len(costs.hop_seconds) - 1)])
+        hops = priced.scattered_seconds if engine.scatters_messages else costs.hop_seconds
+        hop = engine.hop_seconds + float(hops[min(after, len(hops) - 1)])
     return _StageSeconds(
         stage=Stage(forward_seconds=forward, backward_seconds=backward, send_seconds=hop, start_seconds=start),
         terms=TimeTerms(
