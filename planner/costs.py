@@ -61,7 +61,7 @@ from planner.operators import check_dtype, class_seconds, kernel_seconds, memory
 from planner.plan import AXES, Mesh
 from planner.schedule import in_flight
 from planner.shard.chain import AxisSplit, spread_parameters
-from planner.shard.placement import Q, R
+from planner.shard.placement import Q
 
 Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]
@@ -360,7 +360,7 @@ def price(
             hooked=hooked,
             wrapped=wrapped,
             partial=partial,
-            whole_bytes=_whole_bytes(graph, splits, micro_batch) if min(mesh.tp, mesh.pp) > 1 else hop_bytes,
+            splits=splits,
         ),
     )
 
@@ -490,7 +490,7 @@ class Basis:
     hooked: NDArray[np.bool_]  # [L] FSDP2 modules
     wrapped: bool
     partial: Floats  # [L] once a step: gradients that each rank of tp has a part of
-    whole_bytes: Floats  # [L - 1] of a message over the cut, what every rank of tp has all of
+    splits: Sequence[AxisSplit]  # of which the priced graph is one rank's part
 
 
 class _Room(NamedTuple):
@@ -670,18 +670,6 @@ def _partial_seconds(graph: Graph, splits: Sequence[AxisSplit], mesh: Mesh, poli
     num_bytes = policy.master_bytes * np.array(partial, float)
     together = all_reduce_seconds(float(num_bytes.sum()), tensor)
     return num_bytes / max(1.0, float(num_bytes.sum())) * together
-
-
-def _whole_bytes(graph: Graph, splits: Sequence[AxisSplit], micro_batch: int) -> Floats:
-    shardings = next(split.shardings for split in splits if split.axis == "tp")
-    is_whole = {
-        tensor: placement == R
-        for block, sharding in zip(graph.blocks, shardings, strict=True)
-        for tensor, placement in zip(block.outputs, sharding.outputs, strict=True)
-    }
-    return np.array(
-        [sum(graph.tensors[t].num_bytes.at(micro_batch) for t in cut if is_whole[t]) for cut in graph.carried], float
-    )
 
 
 def _peaks(blocks: _Blocks, strategy: Strategy) -> tuple[Floats, Floats]:

@@ -29,6 +29,7 @@ from planner.inside import Same, inside, split_groups
 from planner.memory import Precision, precision_named
 from planner.operators import KernelTable, kernel_table, phase_seconds, table_seconds
 from planner.plan import AXES, Mesh
+from planner.shard.placement import R
 
 Floats = NDArray[np.float64]
 
@@ -265,7 +266,7 @@ def data_groups(cluster: Cluster, mesh: Mesh) -> DataGroups:
     )
 
 
-def scattered_seconds(costs: Costs, cluster: Cluster) -> Floats:
+def scattered_seconds(costs: Costs, graph: Graph, cluster: Cluster) -> Floats:
     """[L - 1] one message over a cut, of which ranks of tp send in parts what all of them have; it is gathered behind.
 
     Source: Narayanan et al. 2021 (arXiv 2104.04473), section 4.1.
@@ -277,12 +278,21 @@ def scattered_seconds(costs: Costs, cluster: Cluster) -> Floats:
         return costs.hop_seconds
     sizes = {axis: getattr(mesh, axis) for axis in AXES}
     pipe, tensor = axis_group(cluster, sizes, "pp"), axis_group(cluster, sizes, "tp")
-    pairs = list(zip(costs.hop_bytes.tolist(), basis.whole_bytes.tolist(), strict=True))
-    found = {
-        (every, whole): send_recv_seconds(every - whole * (1 - 1 / mesh.tp), pipe) + all_gather_seconds(whole, tensor)
-        for every, whole in set(pairs)
+    shardings = next(split.shardings for split in basis.splits if split.axis == "tp")
+    is_whole = {
+        value: placement == R
+        for block, sharding in zip(graph.blocks, shardings, strict=True)
+        for value, placement in zip(block.outputs, sharding.outputs, strict=True)
     }
-    return np.array([found[pair] for pair in pairs], float)
+    found: dict[tuple[float, float], float] = {}
+    result = []
+    for cut, every in zip(graph.carried, costs.hop_bytes.tolist(), strict=True):
+        whole = sum(graph.tensors[value].num_bytes.at(costs.micro_batch) for value in cut if is_whole[value])
+        if (every, whole) not in found:
+            sent = every - whole * (1 - 1 / mesh.tp)
+            found[every, whole] = send_recv_seconds(sent, pipe) + all_gather_seconds(whole, tensor)
+        result.append(found[every, whole])
+    return np.array(result, float)
 
 
 def engine_costs(costs: Costs, graph: Graph, cluster: Cluster, engine: Engine) -> Costs:
@@ -323,7 +333,7 @@ def engine_costs(costs: Costs, graph: Graph, cluster: Cluster, engine: Engine) -
         reduce_seconds=stacked("reduce") + costs.basis.partial[:, None],
         optimizer_seconds=engine.optimizer_traffic * costs.optimizer_seconds,
         hop_seconds=engine.hop_seconds
-        + (scattered_seconds(costs, cluster) if engine.scatters_messages else costs.hop_seconds),
+        + (scattered_seconds(costs, graph, cluster) if engine.scatters_messages else costs.hop_seconds),
         prelude_seconds=prelude_seconds(work, device, engine),
         pass_seconds=on_processor(device, engine.pass_seconds)
         + (costs.pass_seconds if engine.receives_all_at_once else 0.0),

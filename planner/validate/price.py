@@ -196,7 +196,7 @@ def _priced(
     return Priced(
         graph=graph,
         costs=costs,
-        scattered_seconds=scattered_seconds(costs, cluster),
+        scattered_seconds=scattered_seconds(costs, graph, cluster),
         columns=(column[stage_zero, 0], column[stage_zero, 1]),
         work=_work(rank, micro_batch, fp8, loss_in_parts),
         elements=_elements(graph, mesh.pp > 1),
