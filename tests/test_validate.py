@@ -393,6 +393,10 @@ def test_rows_of_one_plan_are_no_choice():
     found = [case_of(each) for each in (one, again, other)]
     assert found[0].question == found[1].question == found[2].question
     assert found[0].plan == found[1].plan != found[2].plan
+    # Which software it is may follow from the plan: Megatron-LM shards no parameters.
+    split, sharded = (case_of(row(zero_stage=zero, pp=1, dp=4, tp=1)) for zero in (0, 3))
+    assert (split.engine.name, sharded.engine.name) == ("megatron", "stock")
+    assert split.question == sharded.question
     pairs = [Pair(group="a", plan="one", predicted=1.0, measured=m) for m in (1.0, 2.0)]
     assert accuracy(pairs).regret is None
     bert = {"model": "BERT 4B", "layers": 48, "hidden": 2560, "heads": 32, "seq_len": 512, "micro_batch": 8}

@@ -66,6 +66,7 @@ class Case:
     cluster: Cluster
     host: Host
     engine: Engine
+    software: str  # the engine, where it is no matter of the plan
     tier: str
     stages: tuple[StageCase, ...]
     cp: int
@@ -106,7 +107,7 @@ class Case:
     def question(self) -> str:
         """Cases of the same one differ in the plan only: the same model, data, devices and software."""
         told = (getattr(self.row, name) for name in NO_CHOICE)
-        return repr((self.row.prefix, self.engine.name, self.is_binned, *told))
+        return repr((self.row.prefix, self.software, self.is_binned, *told))
 
     @property
     def plan(self) -> str:
@@ -188,6 +189,7 @@ def case_of(row: Row) -> Case:
         cluster=cluster,
         host=usual_host(cluster.device),
         engine=engine,
+        software=_software(row, source),
         tier=str(source.get("tier", "?")),
         stages=tuple(stages),
         cp=cp,
@@ -266,15 +268,19 @@ def _degree(row: Row, source: Mapping[str, Any], axis: str) -> int:
     return int(value if value else source.get(axis, 1))
 
 
+def _software(row: Row, source: Mapping[str, Any]) -> str:
+    """The engine that a row's notes say, where rows of a source have several."""
+    named: Mapping[str, str] = source.get("engine_of_note", {})
+    return next((engine for pattern, engine in named.items() if row.note(pattern)), "")
+
+
 def _engine(row: Row, source: Mapping[str, Any]) -> Engine:
     name = str(source.get("engine", "megatron"))
     if row.prefix not in table("sources"):
         name = "stock" if (row.zero_stage or 0) >= 2 else "megatron"
     if name == "megatron" and (row.zero_stage or 0) >= 3:
         name = "deepspeed"  # Megatron-LM shards no parameters
-    for pattern, other in source.get("engine_of_note", {}).items():
-        name = other if row.note(pattern) else name
-    engine = engine_named(name)
+    engine = engine_named(_software(row, source) or name)
     if row.note(ASYNC_TP):
         engine = replace(engine, collectives=engine.collectives * ASYNC_TP_LEFT)
     overlaps = True if row.note("overlap-grad-reduce") else source.get("overlaps")
