@@ -294,9 +294,7 @@ class Device:
     optimizer_seconds: Mapping[str, OptimizerSeconds] | None = field(default=None, hash=False)  # None: not measured
     sharding_seconds: ShardingSeconds | None = None  # None: in wrapper_seconds
     checkpoint_seconds: CheckpointSeconds | None = None  # None: not measured
-    misaligned_matmul: float | None = (
-        None  # rate of 16-bit products of sizes that are no multiples of 8; None: as others
-    )
+    misaligned_matmul: float | None = None  # rate of 16-bit products of odd sizes (`planner.operators.ALIGNED`)
     pace_seconds: float | None = None  # of a CPU: those of `planner.measure.pace` when the rest was measured
     source: Mapping[str, str] = field(hash=False)
 

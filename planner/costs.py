@@ -389,7 +389,8 @@ def strategy_seconds(
 
     `kernels` and `num_kernels` are [L, 2] of forward and backward, without collectives; those are `inside`. `overlap`
     scales the slow-down of computing and communicating at once; without `overlaps` nothing runs beside anything. With
-    `apart` the processor is not ahead when a recomputed forward pass ends.
+    `apart` the processor is not ahead when a recomputed forward pass ends. `called` [L] is how often a pass through a
+    block takes the processor the device's `block_seconds`.
     """
     basis = costs.basis
     if basis is None:
