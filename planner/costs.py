@@ -42,6 +42,7 @@ from planner.errors import PlanError
 from planner.graph import Affine, Graph, total
 from planner.inside import Groups, Same, inside, share_links, split_groups
 from planner.memory import (
+    MOST_COALESCED_BYTES,
     Elements,
     Precision,
     Working,
@@ -303,16 +304,18 @@ def price(
     )
     # The stock schedules reduce nothing before the last backward pass: they accumulate even if m is 1.
     accumulations = num_microbatches if mesh.pp == 1 else max(2, num_microbatches)
-    partial = np.zeros(len(graph.blocks))
-    if mesh.tp > 1:
-        partial = _partial_seconds(graph, splits, mesh, policy, tensor)
+    partial_bytes = _partial_bytes(graph, splits, mesh, policy)
+    partial = _summed_seconds(partial_bytes, tensor)
     reduce = reduce + partial[:, None]
     state = [
         state_bytes(count, s.zero, policy, optimizer, accumulations, wrapped=wrapped) + blocks.buffer_bytes
         for s in strategies
     ]
     gradients = [gradient_bytes(count, s.zero, policy, accumulations, wrapped=wrapped) for s in strategies]
-    parts = [working(count, s.zero, policy, accumulations, *_peaks(blocks, s), wrapped=wrapped) for s in strategies]
+    parts = [
+        _with_sum(working(count, s.zero, policy, accumulations, *_peaks(blocks, s), wrapped=wrapped), partial_bytes)
+        for s in strategies
+    ]
     optimizing = [
         _optimizer_seconds(device, count, policy, optimizer, zero=s.zero, wrapped=wrapped or mesh.tp > 1)
         for s in strategies
@@ -654,11 +657,10 @@ def _least(graph: Same, device: Device, groups: Groups, micro_batch: int, pipeli
     return float(sum(seconds.sum() for seconds in passes)) + every_stage
 
 
-def _partial_seconds(graph: Graph, splits: Sequence[AxisSplit], mesh: Mesh, policy: Precision, tensor: Group) -> Floats:
-    """[L] once a step: the sum over tp of the gradients that each rank has a part of, each rank's own shard of them.
-
-    They are one all-reduce of a stage, divided among the blocks by their bytes.
-    """
+def _partial_bytes(graph: Graph, splits: Sequence[AxisSplit], mesh: Mesh, policy: Precision) -> Floats:
+    """[L] gradients that each rank of tp has a part of, each rank's own shard of them: they are summed once a step."""
+    if mesh.tp == 1:
+        return np.zeros(len(graph.blocks))
     shardings = next(split.shardings for split in splits if split.axis == "tp")
     partial = [
         sum(
@@ -668,9 +670,19 @@ def _partial_seconds(graph: Graph, splits: Sequence[AxisSplit], mesh: Mesh, poli
         )
         for block, sharding in zip(graph.blocks, shardings, strict=True)
     ]
-    num_bytes = policy.master_bytes * np.array(partial, float)
-    together = all_reduce_seconds(float(num_bytes.sum()), tensor)
-    return num_bytes / max(1.0, float(num_bytes.sum())) * together
+    return policy.master_bytes * np.array(partial, float)
+
+
+def _summed_seconds(num_bytes: Floats, tensor: Group) -> Floats:
+    """[L] one all-reduce of a stage over tp, divided among the blocks by their bytes."""
+    total = float(num_bytes.sum())
+    return num_bytes / total * all_reduce_seconds(total, tensor) if total else np.zeros_like(num_bytes)
+
+
+def _with_sum(block: Working, partial_bytes: Floats) -> Working:
+    """With the buffer in which gradients are summed over tp, as if all blocks were of one stage."""
+    together = min(float(partial_bytes.sum()), float(MOST_COALESCED_BYTES))
+    return replace(block, reduction=np.maximum(block.reduction, np.where(partial_bytes > 0, together, 0.0)))
 
 
 def _peaks(blocks: _Blocks, strategy: Strategy) -> tuple[Floats, Floats]:

@@ -271,6 +271,9 @@ def gradient_bytes(count: Elements, zero: int, precision: Precision, num_microba
     return reduced
 
 
+MOST_COALESCED_BYTES = 2**25  # of gradients that ranks of tp sum together, in a buffer of their own
+
+
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Working:
     """Short-lived bytes of each block under one strategy (arrays of one shape): what `transient_bytes` is made of."""
@@ -278,7 +281,7 @@ class Working:
     gathered: Floats  # gathered copy that comes and goes with the pass (ZeRO-3); so is the buffer it is copied out of
     gradient: Floats  # gradients of the block that its running backward pass adds to what is kept
     reduce_input: Floats  # buffer of the block's gradient reduction, alive until the next block reduces
-    reduction: Floats  # peak of the reduction itself
+    reduction: Floats  # peak of the reduction itself, over data ranks or, once a step, over those of tp
     forward: Floats  # peak of the forward pass beyond inputs and what is saved in the end
     backward: Floats  # the same for backward; with recomputation, what it saves anew included
 

@@ -28,10 +28,12 @@ from planner.graph import (
     Tensor,
     total,
 )
+from planner.memory import MOST_COALESCED_BYTES
 from planner.operators import kernel_seconds, phase_seconds
 from planner.plan import Mesh
 from planner.shard.chain import AxisSplit
 from planner.shard.placement import Q, R, Sharding
+from planner.simulate import peak_bytes
 
 CLUSTER = Cluster.load("2x8xA100-80GB")
 
@@ -345,6 +347,23 @@ def test_partial_gradients_are_summed_once_a_step_over_the_shards():
     added = (partial.reduce_seconds - whole.reduce_seconds).sum(0)
     assert added == pytest.approx([all_reduce_seconds(4 * shards, group)] * len(whole.strategies), rel=1e-6)
     assert (partial.forward_seconds == whole.forward_seconds).all()
+
+
+def test_a_sum_over_tensor_parallel_ranks_has_a_buffer():
+    """The gradients lie in it once more, as many as are summed together, when nothing is saved any more."""
+    tiny, mesh = gpt_graph(width=64), Mesh(tp=2)
+    whole, partial = (priced(tiny, mesh=mesh, micro_batch=1, splits=_splits(mesh, tiny, p)) for p in (R, Q))
+    gradients = 4 * sum(tiny.tensors[p].num_elements.fixed for b in tiny.blocks for p in b.parameters)
+    assert gradients < MOST_COALESCED_BYTES
+    stage = [[(block, 1) for block in range(len(tiny.blocks))]]
+    held = float(partial.state_bytes[:, 1].sum()) + partial.boundary_bytes(0, 0, len(tiny.blocks))
+    assert peak_bytes(partial, stage)[0] == pytest.approx(max(held + gradients, peak_bytes(whole, stage)[0]))
+    assert (partial.transient_bytes >= gradients).all()
+
+    mesh = Mesh(tp=8)
+    large = priced(mesh=mesh, splits=_splits(mesh, GPT, Q))
+    assert large.working.reduction.min() == MOST_COALESCED_BYTES
+    assert priced(mesh=mesh, splits=_splits(mesh, GPT, R)).working.reduction.min() < MOST_COALESCED_BYTES
 
 
 def test_least_seconds_are_a_bound_of_every_strategy():

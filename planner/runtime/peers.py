@@ -25,6 +25,7 @@ from planner.cluster import Cluster
 from planner.collectives import COLLECTIVE_SECONDS, axis_group
 from planner.errors import PlanError, SolverError
 from planner.graph import Graph, Node, Size
+from planner.memory import MOST_COALESCED_BYTES
 from planner.plan import Plan
 from planner.runtime.parts import AXIS, EXPERTS, TensorParallel
 from planner.runtime.zero import local
@@ -38,7 +39,6 @@ from planner.trace.parallel import Communicator, Pretended, ProcessGroup, bound
 # What they drop is what one device drops, of which a rank takes its part.
 DROPOUTS = ("planner.dropout.default", "planner.dropout_of_parts.default")
 _log = logging.getLogger(__name__)
-_MOST_COALESCED_BYTES = 2**25
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -199,7 +199,7 @@ class Axes:
         bucket_bytes = 0
         for tensor in gradients:
             num_bytes = tensor.numel() * tensor.element_size()
-            if bucket and (tensor.dtype != bucket[0].dtype or bucket_bytes + num_bytes > _MOST_COALESCED_BYTES):
+            if bucket and (tensor.dtype != bucket[0].dtype or bucket_bytes + num_bytes > MOST_COALESCED_BYTES):
                 self._reduce(bucket)
                 bucket, bucket_bytes = [], 0
             if num_bytes:
