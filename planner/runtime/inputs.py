@@ -14,7 +14,7 @@ from planner.runtime.blocks import dtype_of, lower_prelude, weight_layout
 from planner.trace.batch import Leaf, leaves, map_leaves, settings
 
 _ODD = 0x9E3779B97F4A7C15 - 2**64  # spreads small numbers over 64 bits
-_LEAST_PIECE, _MOST_PIECES = 2**16, 64
+_LEAST_PIECE, _MOST_PIECES = 2**13, 64
 # Names of a batch's tensors with their sizes; None is the batch.
 Form = tuple[tuple[str, tuple[int | None, ...]], ...]
 
@@ -42,20 +42,21 @@ class Fed:
             first = 1
             for piece in pieces:
                 places = torch.arange(first, first + piece.numel(), device=value.device)
-                mixed += (_scattered(places) * _scattered(piece.long() + 1)).sum()
+                mixed += _scattered(places).mul_(_scattered(piece.long() + 1)).sum()
                 first += piece.numel()
             total = (total * 31 + len(name) + int(mixed)) % 2**48
         return total
 
 
 def _scattered(numbers: torch.Tensor) -> torch.Tensor:
-    """Other numbers of 64 bits, one for each: sums of products are to cancel by chance alone.
+    """Other numbers of 64 bits in place of these, one for each: sums of products are to cancel by chance alone.
 
     A multiple would not do: in a batch with halves swapped, of sizes and values with many zeros at the end, the sums
     differ by a multiple of a high power of 2.
     """
-    spread = numbers * _ODD
-    return (spread ^ (spread >> 29)) * _ODD
+    numbers.mul_(_ODD)
+    numbers.bitwise_xor_(numbers >> 29)
+    return numbers.mul_(_ODD)
 
 
 class Inputs:
