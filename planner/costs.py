@@ -682,7 +682,7 @@ def _summed_seconds(num_bytes: Floats, tensor: Group) -> Floats:
 def _with_sum(block: Working, partial_bytes: Floats) -> Working:
     """With the buffer in which gradients are summed over tp, as if all blocks were of one stage."""
     together = min(float(partial_bytes.sum()), float(MOST_COALESCED_BYTES))
-    return replace(block, reduction=np.maximum(block.reduction, np.where(partial_bytes > 0, together, 0.0)))
+    return replace(block, summed=np.where(partial_bytes > 0, together, 0.0))
 
 
 def _peaks(blocks: _Blocks, strategy: Strategy) -> tuple[Floats, Floats]:

@@ -281,7 +281,8 @@ class Working:
     gathered: Floats  # gathered copy that comes and goes with the pass (ZeRO-3); so is the buffer it is copied out of
     gradient: Floats  # gradients of the block that its running backward pass adds to what is kept
     reduce_input: Floats  # buffer of the block's gradient reduction, alive until the next block reduces
-    reduction: Floats  # peak of the reduction itself, over data ranks or, once a step, over those of tp
+    reduction: Floats  # peak of the reduction itself
+    summed: Floats  # buffer in which ranks of tp sum gradients once a step, when nothing is saved any more
     forward: Floats  # peak of the forward pass beyond inputs and what is saved in the end
     backward: Floats  # the same for backward; with recomputation, what it saves anew included
 
@@ -327,6 +328,7 @@ def working(
             gradient=gradient,
             reduce_input=none,
             reduction=none,
+            summed=none,
             forward=forward,
             backward=backward,
         )
@@ -340,6 +342,7 @@ def working(
         gradient=in_place if accumulates and same_dtype else full,
         reduce_input=reduce_input,
         reduction=reduce_input if accumulates else reduce_input + np.maximum(full, output),
+        summed=none,
         forward=forward,
         backward=backward,
     )
@@ -381,7 +384,8 @@ def bounded_transient_bytes(block: Working, gathered: Floats, *, sync_at_end: bo
     """
     before = np.concatenate([[0.0], gathered[:-1]])
     after = np.concatenate([block.reduce_input[1:], [0.0]])
-    return np.maximum(transient_bytes(block, before, after, sync_at_end=sync_at_end), block.reduction)
+    at_end = np.maximum(block.reduction, block.summed)
+    return np.maximum(transient_bytes(block, before, after, sync_at_end=sync_at_end), at_end)
 
 
 def receive_buffer_bytes(received: float, sent: float, num_microbatches: int, in_flight: int) -> float:
@@ -432,4 +436,4 @@ def stage_peak_bytes(
             saved = (later - 1) * activation.sum() + np.cumsum(activation)
             most = max(most, (saved + transient).max())
     # With `sync_at_end` the reductions come when nothing is saved any more; else they are in `transient`.
-    return float(boundary_bytes + state.sum() + max(most, blocks.reduction.max()))
+    return float(boundary_bytes + state.sum() + max(most, blocks.reduction.max(), blocks.summed.max()))

@@ -93,7 +93,13 @@ def test_a_pipeline_of_zero_1_reduces_when_nothing_else_is_alive():
 def test_the_stage_peaks_where_saved_and_transient_are_largest_together():
     none = np.zeros(2)
     blocks = Working(
-        gathered=none, gradient=none, reduce_input=none, reduction=none, forward=none, backward=np.array([50.0, 5.0])
+        gathered=none,
+        gradient=none,
+        reduce_input=none,
+        reduction=none,
+        summed=none,
+        forward=none,
+        backward=np.array([50.0, 5.0]),
     )
     peak = stage_peak_bytes(np.array([1.0, 1.0]), np.array([10.0, 30.0]), blocks, in_flight=2, boundary_bytes=0.0)
     # block 0: 40 + 10 + 50; block 1: 40 + 40 + 5
@@ -234,7 +240,13 @@ def test_gradients_are_there_from_the_first_backward_pass_on():
     """By hand: two blocks of state 100 with gradients 40, activations 30 and 50, nothing else."""
     none = np.zeros(2)
     quiet = Working(
-        gathered=none, gradient=none, reduce_input=none, reduction=none, forward=none, backward=np.array([0.0, 5.0])
+        gathered=none,
+        gradient=none,
+        reduce_input=none,
+        reduction=none,
+        summed=none,
+        forward=none,
+        backward=np.array([0.0, 5.0]),
     )
     state, activation, gradients = np.full(2, 100.0), np.array([30.0, 50.0]), np.full(2, 40.0)
 

@@ -208,7 +208,7 @@ def objective(costs, stages):
 def synthetic(num_stages, num_blocks, m, schedule):
     """Equal blocks of 1 s forward and 2 s backward, 3 s with recomputation; all else is free."""
     one, none = np.ones((num_blocks, 2)), np.zeros((num_blocks, 2))
-    names = ("gathered", "gradient", "reduce_input", "reduction", "forward", "backward")
+    names = ("gathered", "gradient", "reduce_input", "reduction", "summed", "forward", "backward")
     return Costs(
         mesh=Mesh(pp=num_stages, dp_shard=2), micro_batch=1, num_microbatches=m, schedule=schedule, precision="bf16",
         optimizer="adamw", strategies=(Strategy(1, 0), Strategy(1, 1)),
