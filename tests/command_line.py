@@ -29,6 +29,7 @@ class CommandLine:
         self._capsys = capsys
 
     def __call__(self, *arguments: object) -> Outcome:
+        self._capsys.readouterr()  # what the test itself made a library say
         try:
             code = main([str(a) for a in arguments])
         except SystemExit as usage:
