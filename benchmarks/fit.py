@@ -121,8 +121,8 @@ def constants() -> dict[str, Constant]:
     engine("mist", "stock", memory_traffic=(1.0, 0.5), attention_passes=(1.0, 0.5), hop_seconds=(3e-4, 1.0),
            hidden=(0.6, 0.7))  # fmt: skip
     engine("deepspeed", "megatron", **software)
-    # Its rows are of Megatron-LM 1.1.5, which had no fused kernels: chains as in eager PyTorch; scaling, mask, a cast
-    # to float32 and back are passes of their own.
+    # Estimates: most of its rows (amp) are of Megatron-LM 1.1.5, of 2020, taken to be without fused kernels: chains as
+    # in eager PyTorch; scaling, mask, a cast to float32 and back are passes of their own.
     found["engine.deepspeed.memory_traffic"] = Constant(1.0, 0.5)
     found["engine.deepspeed.attention_passes"] = Constant(2.5, 0.5)
     return found

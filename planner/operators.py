@@ -19,7 +19,7 @@ Floats = NDArray[np.float64]
 
 # The exponent of the norm by which a device's seconds and those of the processor beside it add up: 1 would be their
 # sum, infinity the slower one. Kernels are of unequal length, and each of the two waits for the other now and then.
-# Of 3, 4 and 5, `python -m benchmarks.fit` misses the grid of one node least with 4, all sources alike with 4 and 5.
+# By fits with 3, 4 and 5 in its place (`python -m benchmarks.fit`) what is left differs little: the middle one.
 BESIDE = 4.0
 # Elements of 16 bits in 16 bytes: tensor cores are fastest where sizes are multiples of that (NVIDIA, Matrix
 # Multiplication Background User's Guide).

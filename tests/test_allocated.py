@@ -61,6 +61,22 @@ def test_a_view_and_a_fake_tensor_hold_nothing():
     assert len(views) + meta.ndim == 11
 
 
+def test_gradients_that_nobody_asked_for_are_there():
+    weight = torch.ones(4 * MIB // 4, requires_grad=True)
+
+    def step() -> None:
+        (weight * 2).sum().backward()
+        for _ in range(3):
+            torch.ones(2 * MIB // 4)
+
+    before = held_bytes()
+    _, peak = with_peak(step, before_bytes=before)
+
+    assert peak is not None
+    assert peak >= 4 * MIB + 2 * MIB  # the gradient, and one of those behind it
+    assert held_bytes() - before == 4 * MIB
+
+
 def _all_reduced(elements: int) -> int | None:
     tensors = [torch.ones(elements) for _ in range(8)]
 

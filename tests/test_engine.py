@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from benchmarks import fit
+from planner.cluster import device_named
 from planner.engine import Engine, engine_named, engine_of
 from planner.errors import ClusterError
 from planner.resources import profiles_path
@@ -22,6 +23,7 @@ BASE = Row(
     precision="fp16", flash_attention=False, micro_batch=2, global_batch=32, iter_time_s=0.1,
 )  # fmt: skip
 MEGATRON = engine_named("megatron")
+A100 = device_named("A100")
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -181,6 +183,20 @@ def test_larger_products_never_take_less_time():
     seconds = [size / curve.at(size) for size in sizes]
     assert all(later >= earlier * (1 - 1e-6) for earlier, later in pairwise(seconds))
     assert curve.at(1e13) == pytest.approx(0.8, rel=2e-3)
+
+
+def test_a_fit_gives_what_is_outside_of_layers_the_traffic_of_layers_where_it_is_not_fitted_apart():
+    model = fit.Model(fit.constants())
+    for name, is_apart in (("stock", False), ("ddp", False), ("megatron", True)):
+        x = model.start + 0.1 * np.arange(len(model.start))  # no two constants alike
+        engine = model._engine(engine_named(name), model.part(f"engine.{name}.", x))
+        assert (engine.head_traffic != engine.memory_traffic) == is_apart, name
+
+
+def test_a_fit_slows_odd_products_down():
+    found = fit.fitted_device(A100, {"best": 0.8, "half": 1e9, "misaligned": 0.3})
+    assert found.misaligned_matmul == 0.3
+    assert fit.fitted_device(A100, {"best": 0.8, "half": 1e9}).misaligned_matmul == A100.misaligned_matmul
 
 
 def test_a_fit_finds_the_constants_that_made_the_rows():

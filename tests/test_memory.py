@@ -1,5 +1,6 @@
 """Bytes against hand-worked values and against what FSDP2 really holds on gloo ranks."""
 
+from dataclasses import fields
 from typing import Any
 
 import numpy as np
@@ -90,21 +91,27 @@ def test_a_pipeline_of_zero_1_reduces_when_nothing_else_is_alive():
     assert peak == 1169.0
 
 
+def quiet(**short_lived: Any) -> Working:
+    """Two blocks that need nothing else for a moment."""
+    return Working(**{item.name: short_lived.get(item.name, np.zeros(2)) for item in fields(Working)})
+
+
 def test_the_stage_peaks_where_saved_and_transient_are_largest_together():
-    none = np.zeros(2)
-    blocks = Working(
-        gathered=none,
-        gradient=none,
-        reduce_input=none,
-        reduction=none,
-        summed=none,
-        forward=none,
-        backward=np.array([50.0, 5.0]),
-    )
+    blocks = quiet(backward=np.array([50.0, 5.0]))
     peak = stage_peak_bytes(np.array([1.0, 1.0]), np.array([10.0, 30.0]), blocks, in_flight=2, boundary_bytes=0.0)
     # block 0: 40 + 10 + 50; block 1: 40 + 40 + 5
 
     assert peak == 2 + 100
+
+
+@pytest.mark.parametrize(("summed", "most"), [(80.0, 90.0), (95.0, 95.0)])
+def test_what_is_summed_over_tensor_parallel_ranks_is_beside_nothing_that_is_saved(summed: float, most: float) -> None:
+    blocks = quiet(backward=np.array([40.0, 0.0]), summed=np.array([0.0, summed]))
+    peak = stage_peak_bytes(np.array([1.0, 1.0]), np.array([10.0, 30.0]), blocks, in_flight=2, boundary_bytes=0.0)
+    # block 0: 40 + 10 + 40
+
+    assert peak == 2 + most
+    assert (bounded_transient_bytes(blocks, np.zeros(2), sync_at_end=False) >= [40.0, summed]).all()
 
 
 def test_receive_buffers_are_there_for_all_micro_batches():
@@ -238,21 +245,12 @@ def test_fsdp2_holds_what_is_predicted_byte_for_byte(num_ranks, tmp_path):
 
 def test_gradients_are_there_from_the_first_backward_pass_on():
     """By hand: two blocks of state 100 with gradients 40, activations 30 and 50, nothing else."""
-    none = np.zeros(2)
-    quiet = Working(
-        gathered=none,
-        gradient=none,
-        reduce_input=none,
-        reduction=none,
-        summed=none,
-        forward=none,
-        backward=np.array([0.0, 5.0]),
-    )
+    blocks = quiet(backward=np.array([0.0, 5.0]))
     state, activation, gradients = np.full(2, 100.0), np.array([30.0, 50.0]), np.full(2, 40.0)
 
     def peak(num_microbatches: int, in_flight: int = 1) -> float:
         return stage_peak_bytes(
-            state, activation, quiet, in_flight=in_flight, boundary_bytes=0.0, gradients=gradients,
+            state, activation, blocks, in_flight=in_flight, boundary_bytes=0.0, gradients=gradients,
             num_microbatches=num_microbatches,
         )  # fmt: skip
 

@@ -25,10 +25,6 @@ Attention = Literal["flash", "unfused"]
 Recompute = Literal["none", "selective", "full"]
 Pipeline = Literal["1f1b", "interleaved", "zb-1p", "zb-2p", "zb-v"]
 
-ASYNC_TP = r"\basync TP\b"
-# Of the seconds of collectives inside of layers: Llama 3 8B and 70B gained 8 % end to end (PyTorch's announcement of
-# async tensor parallelism, 2024), where they are 28 and 22 % of the predicted step.
-ASYNC_TP_LEFT = 0.67
 # Columns of a row that no plan decides, and what of a case a plan does decide.
 NO_CHOICE = (
     "model", "layers", "hidden", "heads", "kv_heads", "ffn_hidden", "seq_len", "gpu", "gpu_mem_gb", "n_gpus",
@@ -203,7 +199,7 @@ def case_of(row: Row) -> Case:
         conventions=conventions(str(source.get("conventions", engine.name))),
         virtual_stages=row.vp_interleave or (int(source.get("vp_interleave", 1)) if pp > 1 else 1),
         pipeline=_pipeline(row),
-        async_tp=bool(row.note(ASYNC_TP)),
+        async_tp=_is_async(row, source),
         zero=zero,
         shards=shards,
         num_microbatches=num_microbatches,
@@ -268,6 +264,10 @@ def _degree(row: Row, source: Mapping[str, Any], axis: str) -> int:
     return int(value if value else source.get(axis, 1))
 
 
+def _is_async(row: Row, source: Mapping[str, Any]) -> bool:
+    return "async_tp_note" in source and bool(row.note(str(source["async_tp_note"])))
+
+
 def _software(row: Row, source: Mapping[str, Any]) -> str:
     """The engine that a row's notes say, where rows of a source have several."""
     named: Mapping[str, str] = source.get("engine_of_note", {})
@@ -281,8 +281,8 @@ def _engine(row: Row, source: Mapping[str, Any]) -> Engine:
     if name == "megatron" and (row.zero_stage or 0) >= 3:
         name = "deepspeed"  # Megatron-LM shards no parameters
     engine = engine_named(_software(row, source) or name)
-    if row.note(ASYNC_TP):
-        engine = replace(engine, collectives=engine.collectives * ASYNC_TP_LEFT)
+    if _is_async(row, source):
+        engine = replace(engine, collectives=engine.collectives * float(source["async_tp_left"]))
     overlaps = True if row.note("overlap-grad-reduce") else source.get("overlaps")
     if overlaps is not None:
         engine = replace(engine, overlaps_gradients=bool(overlaps), overlaps_gathers=bool(overlaps))
