@@ -3,7 +3,6 @@
 The reference is always the eager module on the whole global batch.
 """
 
-import logging
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -210,7 +209,6 @@ def refused() -> list[tuple[str, float]]:
 
 
 def test_a_batch_that_one_rank_cannot_run_is_refused_by_all(two: RankPool) -> None:
-    logging.getLogger("planner").setLevel(logging.ERROR)
     rank0, rank1 = two.run(refused)
     for one_said, other_said, part in zip(
         [said for said, _ in rank0],
