@@ -122,6 +122,14 @@ def _quiet_libraries(*, verbose: bool) -> Iterator[None]:
         logging.disable(before)
 
 
+class _Joined(argparse.Action):
+    """An option of several entries that may be given again: none of them is lost."""
+
+    def __call__(self, _: object, namespace: argparse.Namespace, value: object, __: str | None = None) -> None:
+        before = getattr(namespace, self.dest)
+        setattr(namespace, self.dest, f"{before},{value}" if before else value)
+
+
 class _Parser(argparse.ArgumentParser):
     """Wrong usage is one line too."""
 
@@ -331,10 +339,11 @@ def _planning_options(command: argparse.ArgumentParser, default_batch: str) -> N
     command.add_argument("--objective", choices=OBJECTIVES, help=f"what to minimise (default {DEFAULT_OBJECTIVE})")
     command.add_argument(
         "--fix",
+        action=_Joined,
         default="",
         metavar="K=V,...",
         help="pin choices, as in pp=4,zero=1,recompute=full; any of pp dp dp_shard tp cp ep zero recompute micro_batch "
-        "num_microbatches schedule devices",
+        "num_microbatches schedule devices; may be given again",
     )
     command.add_argument(
         "--time-limit",

@@ -121,6 +121,7 @@ def _left(folder):
         (["mlp-tiny", *ON_A100S, "--fix", "foo=1"], "'foo' is none of pp, dp, dp_shard, tp, cp, ep, zero"),
         (["mlp-tiny", *ON_A100S, "--fix", "dp"], "'dp' has no value"),
         (["mlp-tiny", *ON_A100S, "--fix", "dp=2,dp=4"], "dp is fixed twice"),
+        (["mlp-tiny", *ON_A100S, "--fix", "dp=2", "--fix", "dp=4"], "dp is fixed twice"),
         (["mlp-tiny", *ON_A100S, "--fix", "dp=²"], "dp must be a whole number"),
         (
             ["mlp-tiny", *ON_A100S, "--fix", "zero=7,recompute=some,schedule=zb,pp=0"],
