@@ -70,10 +70,9 @@ class Difference:
 def left_out(model: fit.Model, found: fit.Fit, chosen: Sequence[fit.Run], runs: Sequence[fit.Run]) -> list[Step]:
     """Every run, predicted by a fit without its source."""
     sources = np.array([run.case.row.prefix for run in chosen])
-    constants = {
-        name: fit.without(model, found, chosen, sources != name)
-        for name in dict.fromkeys(run.case.row.prefix for run in runs)
-    }
+    names = list(dict.fromkeys(run.case.row.prefix for run in runs))
+    fits = fit.each_without(model, found, chosen, [sources != name for name in names])
+    constants = dict(zip(names, fits, strict=True))
     return [
         Step(
             source=run.case.row.prefix,

@@ -40,6 +40,7 @@ class Engine:
     block_dispatches: float  # of calling a block, per pass, in units of the device's time of an operation
     straggling: float  # more of it for each doubling of tp: all ranks wait for the slowest processor
     collectives: float  # seconds of collectives inside of layers, in units of what the links take
+    async_collectives: float  # the same where they run beside parts of the products that they belong to
     hidden: float  # of the passes of one micro-batch, the share that gradients and parameters may hide behind
     fp8_speed: float  # rate of layers in FP8, in units of that in 16 bit
     overlap: float  # slow-down of computing and communicating at once, in units of the measured one

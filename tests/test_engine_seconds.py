@@ -27,7 +27,7 @@ from planner.zoo import build
 from tests.command_line import TWO_CORES
 from tests.published_rows import OWN_ROW
 
-ENGINES = ("ddp", "deepspeed", "internevo", "megatron", "megatron-core", "stock")
+ENGINES = ("ddp", "deepspeed", "internevo", "megatron", "megatron-core", "megatron-core-tests", "stock")
 pytestmark = pytest.mark.usefixtures("own_trace_cache")
 ROW = OWN_ROW
 

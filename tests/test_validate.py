@@ -302,6 +302,19 @@ def test_collectives_of_async_tensor_parallelism_are_partly_hidden():
     assert vanilla.plan != asynchronous.plan
     took = [predict(case).terms.tp_seconds for case in (vanilla, asynchronous)]
     assert took[1] == pytest.approx(0.67 * took[0])
+    always = case_of(row(**{**tp, "id": "nemo-1"}, sequence_parallel=True))  # its recipes say so, its rows need not
+    assert always.async_tp
+    engine = always.engine
+    both = [predict(replace(always, async_tp=is_async)).terms.tp_seconds for is_async in (False, True)]
+    assert both[1] / both[0] == pytest.approx(engine.async_collectives / engine.collectives)
+
+
+def test_an_older_fused_attention_takes_longer():
+    """Tables of A100 from before torch 2; those of H100 are later."""
+    older, later = (case_of(row(id="mpt-1", gpu=gpu, seq_len=2048)) for gpu in ("A100", "H100"))
+    assert (older.attention_speed, later.attention_speed) == (0.555, 1.0)
+    took = [predict(replace(older, attention_speed=speed)).terms.attention_seconds for speed in (1.0, 0.5)]
+    assert took[1] == pytest.approx(2 * took[0])
 
 
 def test_megatrons_split_gathers_no_weights():

@@ -76,6 +76,7 @@ class Case:
     conventions: Conventions  # of memory
     virtual_stages: int
     pipeline: Pipeline
+    attention_speed: float  # rate of an older fused attention in units of the engine's
     async_tp: bool  # collectives of tensor parallelism beside the parts of the products that they belong to
     zero: int
     shards: int  # ranks that states are sharded over, of `dp * cp`
@@ -199,6 +200,7 @@ def case_of(row: Row) -> Case:
         conventions=conventions(str(source.get("conventions", engine.name))),
         virtual_stages=row.vp_interleave or (int(source.get("vp_interleave", 1)) if pp > 1 else 1),
         pipeline=_pipeline(row),
+        attention_speed=float(source.get("attention_speed", 1.0)),
         async_tp=_is_async(row, source),
         zero=zero,
         shards=shards,
@@ -250,12 +252,12 @@ def tier_of(row: Row) -> str:
 
 
 def _source_of(row: Row) -> Mapping[str, Any]:
-    """What is known of a row's source, its entry for the model included."""
+    """What is known of a row's source, its entry for the model or the GPU included."""
     sources = table("sources")
     found = dict(sources.get(row.prefix, sources["default"]))
-    for entry in found.pop("model", []):
-        if re.search(entry["pattern"], row.model, re.IGNORECASE):
-            return {**found, **entry}
+    for column in ("model", "gpu"):
+        entries = found.pop(column, [])
+        found |= next((e for e in entries if re.search(e["pattern"], getattr(row, column), re.IGNORECASE)), {})
     return found
 
 
@@ -265,7 +267,7 @@ def _degree(row: Row, source: Mapping[str, Any], axis: str) -> int:
 
 
 def _is_async(row: Row, source: Mapping[str, Any]) -> bool:
-    return "async_tp_note" in source and bool(row.note(str(source["async_tp_note"])))
+    return bool(source.get("async_tp")) or ("async_tp_note" in source and bool(row.note(str(source["async_tp_note"]))))
 
 
 def _software(row: Row, source: Mapping[str, Any]) -> str:
@@ -281,8 +283,6 @@ def _engine(row: Row, source: Mapping[str, Any]) -> Engine:
     if name == "megatron" and (row.zero_stage or 0) >= 3:
         name = "deepspeed"  # Megatron-LM shards no parameters
     engine = engine_named(_software(row, source) or name)
-    if _is_async(row, source):
-        engine = replace(engine, collectives=engine.collectives * float(source["async_tp_left"]))
     overlaps = True if row.note("overlap-grad-reduce") else source.get("overlaps")
     if overlaps is not None:
         engine = replace(engine, overlaps_gradients=bool(overlaps), overlaps_gathers=bool(overlaps))

@@ -8,7 +8,7 @@ stages of unequal degrees. Terms add up to the step.
 """
 
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, fields, replace
 
 import numpy as np
 from numpy.typing import NDArray
@@ -107,12 +107,19 @@ class _StageSeconds:
     norm_seconds: float  # once a step, all stages together
 
 
+def _engine_of(case: Case, engine: Engine) -> Engine:
+    """The engine as a run uses it."""
+    collectives = engine.async_collectives if case.async_tp else engine.collectives
+    return replace(engine, collectives=collectives, attention_speed=engine.attention_speed * case.attention_speed)
+
+
 def step_terms(case: Case, shares: Sequence[Share], device: Device, engine: Engine, *, exact: bool = True) -> TimeTerms:
     """Where the seconds of a step go; the stages in order. Without `exact`, pipelines by a closed formula.
 
     Raises:
         RefusedError: a stage has nothing to do.
     """
+    engine = _engine_of(case, engine)
     memo: dict[int, tuple[BlockSeconds, BlockSeconds]] = {}
     results = [_stage(case, share, p, device, engine, memo) for p, share in enumerate(shares)]
     m = case.num_microbatches
