@@ -46,15 +46,27 @@ def test_configurations_use_up_the_global_batch_and_come_in_a_fixed_order():
 
     assert found == sorted(set(found))
     assert all(c.dp * c.micro_batch * c.num_microbatches == 12 for c in found)
-    assert {c.devices for c in found} == {1, 2, 4, 8}
-    assert {c.pp for c in found} == {1, 2, 4}  # 8 stages would need 8 blocks
+    assert {c.devices for c in found} == {1, 2, 3, 4, 6, 8}
+    assert {c.pp for c in found} == {1, 2, 3, 4, 6}  # 8 stages would need 8 blocks
     assert all(c.num_microbatches >= c.pp for c in found if c.schedule == "1f1b" and c.pp > 1)
 
 
 def test_device_counts_are_parts_of_a_node_and_whole_nodes():
     found = configurations(4, 24, 8, 48, Pins())
 
-    assert {c.devices for c in found} == {1, 2, 4, 8, 16, 24}
+    assert {c.devices for c in found} == {1, 2, 3, 4, 6, 8, 16, 24}
+
+
+def test_devices_that_share_out_the_batch_evenly_are_tried():
+    """63 samples: seven of eight devices take nine each, where all eight would have to split tensors or layers."""
+
+    def counts(num_devices: int, batch: int, pins: str = "") -> set[int]:
+        return {c.devices for c in configurations(4, num_devices, 8, batch, Pins.of(pins), may_split=True)}
+
+    assert counts(8, 64) == {1, 2, 4, 8}
+    assert counts(8, 63) == {1, 2, 3, 4, 6, 7, 8}
+    assert counts(8, 63, "dp=7") == {7}
+    assert counts(56, 48 * 8) == {1, 2, 3, 4, 6, 8, 16, 32, 48}  # six of seven nodes
 
 
 def test_pins_are_read_from_text_and_name_every_fault():

@@ -148,7 +148,8 @@ def configurations(
 ) -> list[Configuration]:
     """Every configuration that the arithmetic allows, in a fixed order.
 
-    Device counts are divisors of a node, and whole nodes: divisors of their number and powers of two. Tensor-parallel
+    Device counts are divisors of a node, such times as many ranks as share out the batch evenly, and whole nodes:
+    divisors of their number, powers of two, and the most whose devices share out the batch evenly. Tensor-parallel
     ranks (if `may_split`) lie in one node, and so do context-parallel ones (if `may_split_samples`); a fixed `tp` or
     `cp` may be any that divides. Only the first variant is made.
     """
@@ -157,7 +158,7 @@ def configurations(
     tensor_degrees = _split_degrees(most, pins.tp, may_split=may_split)
     context_degrees = _split_degrees(most, pins.cp, may_split=may_split_samples)
     degrees = [(tp, cp) for tp in tensor_degrees for cp in context_degrees if tp * cp <= num_devices]
-    for devices in _device_counts(num_devices, devices_per_node, [tp * cp for tp, cp in degrees], pins):
+    for devices in _device_counts(num_devices, devices_per_node, global_batch, [tp * cp for tp, cp in degrees], pins):
         meshes = [(pp, tp, cp) for pp in _divisors(devices) for tp, cp in degrees if devices // pp % (tp * cp) == 0]
         for pp, tp, cp in meshes:
             dp = devices // pp // tp // cp
@@ -216,14 +217,19 @@ def _shard_degrees(dp: int, ranks_per_node: int, pins: Pins, *, cp: int = 1) -> 
     return sorted(degrees)
 
 
-def _device_counts(num_devices: int, devices_per_node: int, degrees: list[int], pins: Pins) -> list[int]:
+def _device_counts(
+    num_devices: int, devices_per_node: int, global_batch: int, degrees: list[int], pins: Pins
+) -> list[int]:
     if pins.devices is not None or (pins.pp is not None and pins.dp is not None):
         wanted = [pins.devices or (pins.pp or 1) * (pins.dp or 1) * degree for degree in degrees]
         if min(wanted) > num_devices:
             raise PlanError(f"the fixed choices need {min(wanted)} devices, the cluster has {num_devices}")
         return sorted({count for count in wanted if count <= num_devices})
     nodes = num_devices // devices_per_node
-    counts = set(_divisors(min(devices_per_node, num_devices)))
+    most = min(devices_per_node, num_devices)
+    counts = {dp * rest for rest in _divisors(most) for dp in _divisors(global_batch) if dp * rest <= most}
+    even = [n * devices_per_node for n in range(1, nodes + 1) if global_batch % (n * devices_per_node) == 0]
+    counts |= {*even[-1:]}
     counts |= {n * devices_per_node for n in _divisors(nodes)}
     counts |= {devices_per_node * 2**k for k in range(nodes.bit_length()) if 2**k <= nodes}
     fixed = (pins.tp or 1) * (pins.cp or 1)  # one that is fixed need not divide a node
