@@ -280,7 +280,12 @@ def parser() -> argparse.ArgumentParser:
         "autoplan validate benchmarks/published/training.csv",
     )
     checked.add_argument("files", metavar="FILE.csv", nargs="+", help="rows as in benchmarks/published/training.csv")
-    checked.add_argument("--html", metavar="FILE", help="write a page with the table and every row")
+    checked.add_argument(
+        "--engine",
+        metavar="NAME",
+        help="engine of rows whose source (an id less its number) is not known (default megatron, with ZeRO-2/3 stock)",
+    )
+    checked.add_argument("--html", metavar="FILE", help="write a page with the table and every measured step")
     checked.add_argument("--explain", metavar="ID", help="only this row: the terms of its prediction, as JSON")
 
     audited = _command(
@@ -602,12 +607,15 @@ def _diff(arguments: argparse.Namespace) -> None:
 
 
 def _validate(arguments: argparse.Namespace) -> None:
+    engine = arguments.engine and engine_named(arguments.engine).name
     if arguments.explain:
-        _print_json(explain(arguments.files, arguments.explain))
+        if arguments.html:
+            raise PlanError("--explain prints the terms of one row; leave out --html")
+        _print_json(explain(arguments.files, arguments.explain, engine=engine))
         return
     _check_writable(arguments.html)
     with _only_json(arguments.json), _measuring(quiet=arguments.json) as progress:
-        found = validate(arguments.files, progress=progress)
+        found = validate(arguments.files, engine=engine, progress=progress)
     data = found.to_dict()
     if arguments.html:
         rows = [

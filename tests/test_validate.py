@@ -128,13 +128,29 @@ def texts_of(each: Row) -> dict[str | None, object]:
         ({"layers": "20000"}, "layers"), ({"kv_heads": "8,000"}, "kv_heads"),
         ({"global_batch": "1e20"}, "global_batch"), ({"ep": "64"}, "ep"),
         ({"activation_recompute": "abc"}, "activation_recompute"),
-        ({"activation_recompute": "1.5"}, "activation_recompute"),
+        ({"activation_recompute": "1.5"}, "activation_recompute"), ({"precision": "fp64"}, "precision"),
+        ({"offload": "everything"}, "offload"), ({"outcome": "banana"}, "outcome"),
+        ({"iter_time_s": "2,457"}, "iter_time_s"),
     ],
 )  # fmt: skip
 def test_a_cell_that_cannot_be_true_refuses_its_row(changes, cell_name):
     cells = texts_of(BASE)
     assert _refusal(_row(cells)) is None
     assert _refusal(_row({**cells, **changes})) == f"a cell cannot be read ({cell_name})"
+
+
+def test_words_for_the_same_are_read_alike():
+    cells = texts_of(BASE)
+    assert _row({**cells, "outcome": "Out of memory"}).outcome == "oom"
+    moved = [
+        case_of(_row({**cells, "offload": word})).stages[0].offloaded_optimizer for word in ("none", "cpu", "optim")
+    ]
+    assert moved == [0.0, 1.0, 1.0]
+    wide, narrow = ([case_of(_row({**cells, "precision": p})) for p in pair] for pair in
+                    (("fp32", "float32"), ("bf16", "bfloat16")))  # fmt: skip
+    assert [each.single_precision for each in (*wide, *narrow)] == [True, True, False, False]
+    assert predict(wide[0]).seconds == predict(wide[1]).seconds
+    assert predict(narrow[0]).seconds == predict(narrow[1]).seconds
 
 
 def test_a_row_of_another_length_than_the_header_is_refused():
@@ -160,6 +176,8 @@ def test_a_row_of_another_length_than_the_header_is_refused():
         ({"micro_batch": None}, "micro-batch is not stated"),
         ({"model": "Mamba 2.8B LoRA"}, "adapters of a model"),
         ({"heads": 3}, "do not divide"),
+        ({"pp": 8, "dp": 1, "n_gpus": 8}, "8 stages for 4 layers"),
+        ({"ep": 3}, "ep=3 is no divisor of 8 experts"),
     ],
 )
 def test_what_cannot_be_priced_is_refused_with_its_reason(changes, reason):
@@ -437,8 +455,10 @@ def test_the_command_prints_figures_by_source(tmp_path, capsys):
     page = tmp_path / "page.html"
     assert main(["validate", str(path), "--json", "--html", str(page)]) == 0
     data = json.loads(capsys.readouterr().out)
+    (data_reason,) = data["refused"]["reasons"]
+    assert data_reason.startswith("GPU [/bold] :fire: is not known; known are A100")
     assert (data["rows"], data["priced"], data["refused"]) == (
-        4, 3, {"count": 1, "reasons": {"GPU [/bold] :fire: is not known": 1}},
+        4, 3, {"count": 1, "reasons": {data_reason: 1}},
     )  # fmt: skip
     assert list(data["by_source"]) == ["own", "other"]
     assert {"median_ape", "mean_ape", "p90_ape", "bias", "tau", "regret"} <= set(data["time"])
@@ -450,13 +470,48 @@ def test_the_command_prints_figures_by_source(tmp_path, capsys):
     assert "1 rows are not priced: GPU [/bold] :fire: is not known" in table
 
 
+def test_what_runs_of_a_source_that_is_not_known_ran_on_is_said_and_can_be_given(tmp_path, capsys):
+    path = write(tmp_path / "rows.csv", [row(), row(id="torchtitan-1", pp=1, dp=4, zero_stage=3)])
+    found = {name: validate([path], engine=name) for name in (None, "megatron", "stock")}
+    assert found[None].to_dict() == found["megatron"].to_dict()
+    assert found["stock"].assumed_engines == {"stock": 1}
+    took = {name: [r.prediction.seconds for r in each.results if r.prediction] for name, each in found.items()}
+    assert took["stock"][0] != took[None][0]
+    assert took["stock"][1] == took[None][1]  # its source says what it ran
+    assert explain([path], "own-1", engine="stock")["predicted_seconds"] == took["stock"][0]
+    assert main(["validate", str(path)]) == 0
+    assert "1 rows of sources that are not known are taken to have run on megatron" in capsys.readouterr().out
+    assert main(["validate", str(path), "--engine", "mine"]) != 0
+    assert "no engine is named 'mine'; known are" in capsys.readouterr().err
+
+
+def test_what_of_a_file_is_not_read_is_said(tmp_path, capsys):
+    path = write(tmp_path / "rows.csv", [row(iter_time_s=None), row(iter_time_s=None)])
+    lines = path.read_text().splitlines()
+    path.write_text("\n".join([lines[0] + ",iter_time_ms", *(f"{line},100" for line in lines[1:])]))
+    assert main(["validate", str(path)]) == 0
+    told = " ".join(capsys.readouterr().out.split())
+    assert "no row that is priced was measured: there is nothing to compare" in told
+    assert "columns that are not known are not read: 'iter_time_ms'" in told
+    assert "1 ids occur more than once, and all of their rows count: own-1" in told
+    path.write_text(lines[0] + "\n")
+    assert main(["validate", str(path)]) == 1
+    assert "rows.csv: has no rows below its header" in capsys.readouterr().err
+    assert main(["validate", str(path), "--explain", "own-1", "--html", str(tmp_path / "page.html")]) == 1
+    assert "leave out --html" in capsys.readouterr().err
+
+
 def test_one_row_is_explained(tmp_path):
     path = write(tmp_path / "rows.csv", [row()])
     told = explain([path], "own-1")
     assert told["predicted_seconds"] == pytest.approx(sum(told["time"].values()))
     assert told["features"][0]["kernels"]
+    assert told["engine"] == "megatron"
     with pytest.raises(RunError, match="no row has the id"):
         explain([path], "nothing")
+    path.write_text(path.read_text().replace("bf16", "int4"))
+    with pytest.raises(RunError, match="own-1 is not priced: precision is 'int4', not bf16"):
+        explain([path], "own-1")
 
 
 def test_rows_are_the_same_whatever_was_traced_before(tmp_path):

@@ -22,11 +22,23 @@ def accuracy_table(data: Mapping[str, Any]) -> RenderableType:
     for heading in ("rows", "priced", "time:\nmedian", "mean", "p90", "bias", "tau", "regret", "memory:\nmedian", "p90",
                     "bias", "OOM\nright"):  # fmt: skip
         table.add_column(heading, justify="right", no_wrap=True)
-    for name, part in [*data["by_source"].items(), ("all", data)]:
-        table.add_row(name, *accuracy_cells(part), end_section=name == list(data["by_source"])[-1])
-    reasons = data["refused"]["reasons"]
-    told = [f"{count} rows are not priced: {reason}" for reason, count in reasons.items()]
+    parts = [*data["by_source"].items(), ("all", data)]
+    for place, (name, part) in enumerate(parts, 2):
+        table.add_row(name, *accuracy_cells(part), end_section=place == len(parts))
+    told = accuracy_remarks(data)
     return Group(table, *([""] if told else []), *told)
+
+
+def accuracy_remarks(data: Mapping[str, Any]) -> list[str]:
+    """What has to be known beside the figures, a sentence each."""
+    told = [f"{count} rows are not priced: {reason}" for reason, count in data["refused"]["reasons"].items()]
+    told += [
+        f"{count} rows of sources that are not known are taken to have run on {engine}; --engine names another"
+        for engine, count in data["assumed_engines"].items()
+    ]
+    if not (data["time"]["count"] or data["memory"]["count"] or sum(data["oom"].values())):
+        told.append("no row that is priced was measured: there is nothing to compare")
+    return told + list(data["remarks"])
 
 
 def accuracy_cells(part: Mapping[str, Any]) -> list[str]:
@@ -52,10 +64,7 @@ def accuracy_html(data: Mapping[str, Any], rows: Sequence[tuple[str, str, float,
         "<tr>" + "".join(f"<td>{escape(cell)}</td>" for cell in (name, *accuracy_cells(part))) + "</tr>"
         for name, part in [*data["by_source"].items(), ("all", data)]
     )
-    reasons = "".join(
-        f"<li>{count} rows are not priced: {escape(reason)}</li>"
-        for reason, count in data["refused"]["reasons"].items()
-    )
+    reasons = "".join(f"<li>{escape(sentence)}</li>" for sentence in accuracy_remarks(data))
     lines = "".join(
         f"<tr><td>{escape(name)}</td><td>{measured:.4g}</td><td>{predicted:.4g}</td>"
         f"<td>{100 * (predicted / measured - 1):+.1f}</td></tr>"

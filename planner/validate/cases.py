@@ -123,8 +123,8 @@ class Case:
         )
 
 
-def case_of(row: Row) -> Case:
-    """What a row asks.
+def case_of(row: Row, engine_name: str | None = None) -> Case:
+    """What a row asks; `engine_name` is that of a row whose source is not known.
 
     Raises:
         RefusedError: it lacks what nothing known of its source fills, or contradicts itself.
@@ -157,7 +157,9 @@ def case_of(row: Row) -> Case:
     dropout = float(source.get("dropout", 0.0))
     if row.note("multi-latent-attention"):
         notes.append("multi-latent attention is priced as plain attention of the same heads")
-    engine = _engine(row, source)
+    engine = _engine(row, source, engine_name)
+    if not is_known(row):
+        notes.append(f"its source is not known: taken to have run on {engine.name}")
     pads = bool(source.get("pads_vocabulary", not engine.by_block))
     spec = model_of(row, tp=tp, cp=cp, dropout=dropout, sequence=source.get("seq_len"), pads=pads)
     stated_tokens = spec.sequence * cp
@@ -171,6 +173,12 @@ def case_of(row: Row) -> Case:
     total = sum(stage.layers for stage in stages)
     if abs(total - spec.num_layers) > 1e-6:
         stages = tuple(replace(stage, layers=stage.layers * spec.num_layers / total) for stage in stages)
+    if pp > spec.num_layers:
+        raise RefusedError(f"{pp} stages for {spec.num_layers} layers")
+    if (row.ep or 1) > 1 and spec.experts % (row.ep or 1):
+        raise RefusedError(f"ep={row.ep} is no divisor of {spec.experts} experts")
+    if (row.ep or 1) > 1 and not row.note("MoE: ") and not re.search(r"\dexperts", row.model):
+        notes.append(f"experts are not stated: {spec.experts}, {spec.experts_per_token} for each token")
     zero = row.zero_stage if row.zero_stage is not None else int(source.get("zero_stage", 0))
     if pp > 1 and zero == 3 and source.get("keeps_gathered"):
         zero = 2
@@ -178,6 +186,7 @@ def case_of(row: Row) -> Case:
         zero = int(source["pipelined_zero"])
     shards, zero = _shards(row, zero, dp, cp)
     precision = (row.precision or str(source.get("precision", "bf16"))).lower()
+    precision = re.sub(r"float(16|32)", r"fp\1", precision.replace("bfloat16", "bf16"))
     cluster = _cluster(row, precision, num_devices)
     single = "tf32" in precision or precision == "fp32"
     return Case(
@@ -276,11 +285,16 @@ def _software(row: Row, source: Mapping[str, Any]) -> str:
     return next((engine for pattern, engine in named.items() if row.note(pattern)), "")
 
 
-def _engine(row: Row, source: Mapping[str, Any]) -> Engine:
+def is_known(row: Row) -> bool:
+    """Whether it is known what software the source of a row ran, and what its columns leave out."""
+    return row.prefix in table("sources")
+
+
+def _engine(row: Row, source: Mapping[str, Any], engine_name: str | None) -> Engine:
     name = str(source.get("engine", "megatron"))
-    if row.prefix not in table("sources"):
-        name = "stock" if (row.zero_stage or 0) >= 2 else "megatron"
-    if name == "megatron" and (row.zero_stage or 0) >= 3:
+    if not is_known(row):
+        name = engine_name or ("stock" if (row.zero_stage or 0) >= 2 else "megatron")
+    elif name == "megatron" and (row.zero_stage or 0) >= 3:
         name = "deepspeed"  # Megatron-LM shards no parameters
     engine = engine_named(_software(row, source) or name)
     overlaps = True if row.note("overlap-grad-reduce") else source.get("overlaps")
@@ -368,7 +382,7 @@ def _equal_stages(
     if recompute == "selective" and fraction:
         share = float(fraction[1])
     offload = row.offload.lower()
-    optimizer = 1.0 if re.search(r"optimizer|full cpu|cpu offload", offload) else 0.0
+    optimizer = 1.0 if re.search(r"optim|full cpu|cpu offload|^cpu$", offload) else 0.0
     activations = 1.0 if "activation" in offload else 0.0
     return tuple(
         StageCase(
@@ -491,8 +505,9 @@ def _device(row: Row) -> Device:
         return _from_entry(entry, row)
     try:
         return device_named(row.gpu)
-    except PlannerError:
-        raise RefusedError(f"GPU {row.gpu[:40]} is not known") from None
+    except PlannerError as error:
+        nearest = "".join(str(error).partition(";")[1:])
+        raise RefusedError(f"GPU {row.gpu[:40]} is not known{nearest}") from None
 
 
 def _from_entry(entry: Mapping[str, Any], row: Row) -> Device:

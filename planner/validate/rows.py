@@ -6,7 +6,8 @@ stated"; a cell that cannot be read is a reason to refuse its row, never an erro
 
 import csv
 import re
-from collections.abc import Iterable, Sequence
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -28,6 +29,12 @@ _NUMBERS = (
 )  # fmt: skip
 _FLAGS = ("sequence_parallel", "flash_attention", "compiled")
 _RECOMPUTED = ("", "unknown", "none", "selective", "full")
+_OUTCOMES: Mapping[str, Outcome] = {
+    "": "", "ok": "ok", "failed": "failed", "oom": "oom", "out of memory": "oom", "out-of-memory": "oom",
+}  # fmt: skip
+# What is moved to host memory, or that nothing is; other words are no reason to price a row as if nothing were.
+_OFFLOADED = r"(|none|no|n|false|unknown|.*\b(cpu|optimizer|optim|activations?|params?|parameters?|partial)\b.*)"
+_PRECISIONS = r"(|unknown|.*(bf16|bfloat16|fp16|float16|half|mixed|amp|tf32|fp32|float32|fp8|float8).*)"
 # No run has more, and to trace a model of more layers, or of tensors that large, would take forever.
 _MOST = {"layers": 10_000, "hidden": 10**7, "ffn_hidden": 10**8}
 _MOST_OF_OTHERS = 10**9
@@ -133,6 +140,22 @@ def read_rows(paths: Sequence[str | Path]) -> tuple[Row, ...]:
     return tuple(row for path in paths for row in _read_file(Path(path)))
 
 
+def remarks(paths: Sequence[str | Path], rows: Sequence[Row]) -> tuple[str, ...]:
+    """What a reader of the figures has to know of the files: columns that nobody reads, ids that occur again."""
+    known = {"id", "outcome", *_COUNTS, *_NUMBERS, *_FLAGS, *_TEXTS}
+    others: dict[str, None] = {}
+    for path in paths:
+        with Path(path).open(encoding="utf-8-sig", newline="", errors="replace") as file:
+            others |= dict.fromkeys(name for name in next(csv.reader(file), []) if name not in known)
+    again = [name for name, count in Counter(row.id for row in rows).items() if count > 1]
+    told = []
+    if others:
+        told.append(f"columns that are not known are not read: {', '.join(map(repr, others))}")
+    if again:
+        told.append(f"{len(again)} ids occur more than once, and all of their rows count: {', '.join(again[:3])}")
+    return tuple(told)
+
+
 def _read_file(path: Path) -> Iterable[Row]:
     try:
         with path.open(encoding="utf-8-sig", newline="", errors="replace") as file:
@@ -143,7 +166,10 @@ def _read_file(path: Path) -> Iterable[Row]:
                     f"{path}: {_why_not(reader.fieldnames or ())}has no column {', '.join(missing)}; it must be in the "
                     "format of benchmarks/published/training.csv: UTF-8, with commas"
                 )
-            return [_row(cells) for cells in reader]
+            rows = [_row(cells) for cells in reader]
+            if not rows:
+                raise ProfileError(f"{path}: has no rows below its header")
+            return rows
     except OSError as error:
         raise ProfileError(f"{path}: cannot be read: {error.strerror or error}") from None
     except csv.Error as error:
@@ -173,7 +199,9 @@ def _row(cells: dict[str | None, object]) -> Row:
         if not text:
             continue
         number = _number(text)
-        if number is None or number < 0 or (name in _COUNTS and number != int(number)):
+        if name in _NUMBERS and re.fullmatch(r"\d{1,3},\d+", text):
+            problems.append(f"{name} is {text}, with a comma that may be either; write a point or nothing")
+        elif number is None or number < 0 or (name in _COUNTS and number != int(number)):
             problems.append(f"{name} is {text[:40]!r}, no number" if number is None else f"{name} is {text[:40]}")
         elif number > _MOST.get(name, _MOST_OF_OTHERS):
             problems.append(f"{name} is {text[:40]}, too large to be true")
@@ -194,7 +222,15 @@ def _row(cells: dict[str | None, object]) -> Row:
     values["activation_recompute"] = "" if word == "unknown" else word
     if word not in _RECOMPUTED:
         problems.append(f"activation_recompute is {word[:40]!r}, not full, selective or none")
-    values["outcome"] = {"oom": "oom", "failed": "failed", "ok": "ok"}.get(texts.get("outcome", "").lower(), "")
+    outcome = texts.get("outcome", "").lower()
+    values["outcome"] = _OUTCOMES.get(outcome, "")
+    if outcome not in _OUTCOMES:
+        problems.append(f"outcome is {outcome[:40]!r}, not oom, failed or ok")
+    offload, precision = texts.get("offload", "").lower(), texts.get("precision", "").lower()
+    if not re.fullmatch(_OFFLOADED, offload):
+        problems.append(f"offload is {offload[:40]!r}, not optimizer, params, activations or none")
+    if not re.fullmatch(_PRECISIONS, precision):
+        problems.append(f"precision is {precision[:40]!r}, not bf16, fp16, fp8, tf32 or fp32")
     values["unreadable"] = "; ".join(problems)
     return Row(**values)  # type: ignore[arg-type]
 

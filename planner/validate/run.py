@@ -11,11 +11,11 @@ from pathlib import Path
 from typing import Any
 
 from planner.errors import RunError
-from planner.validate.cases import Case, case_of, tier_of
+from planner.validate.cases import Case, case_of, is_known, tier_of
 from planner.validate.metrics import Accuracy, Pair, accuracy
 from planner.validate.models import TraceKey, is_made, make
 from planner.validate.price import Prediction, features, predict
-from planner.validate.rows import RefusedError, Row, read_rows
+from planner.validate.rows import RefusedError, Row, read_rows, remarks
 
 Progress = Callable[[str, int, int], None]
 NUM_WORKERS = 2
@@ -77,6 +77,16 @@ class Validation:
     """All rows of all files."""
 
     results: tuple[Result, ...]
+    remarks: tuple[str, ...] = ()  # what a reader of the figures has to know of the files
+
+    @property
+    def assumed_engines(self) -> dict[str, int]:
+        """Rows whose source is not known by the engine they are taken to have run on."""
+        return dict(
+            Counter(
+                r.case.engine.name for r in self.results if r.case is not None and not is_known(r.row)
+            ).most_common()
+        )
 
     @property
     def total(self) -> Summary:
@@ -94,7 +104,12 @@ class Validation:
     def to_dict(self) -> dict[str, Any]:
         """What `--json` prints."""
         sources = {prefix: {"tier": each.tier, **each.to_dict()} for prefix, each in self.by_source.items()}
-        return {**self.total.to_dict(), "by_source": sources}
+        return {
+            **self.total.to_dict(),
+            "assumed_engines": self.assumed_engines,
+            "remarks": list(self.remarks),
+            "by_source": sources,
+        }
 
 
 def summary(results: Sequence[Result]) -> Summary:
@@ -132,8 +147,8 @@ def summary(results: Sequence[Result]) -> Summary:
     )
 
 
-def validate(paths: Sequence[str | Path], *, progress: Progress | None = None) -> Validation:
-    """Every row of the files, priced by the same code as a plan.
+def validate(paths: Sequence[str | Path], *, engine: str | None = None, progress: Progress | None = None) -> Validation:
+    """Every row of the files, priced by the same code as a plan; `engine` is that of rows whose source is not known.
 
     Raises:
         ProfileError: a file cannot be read.
@@ -145,7 +160,7 @@ def validate(paths: Sequence[str | Path], *, progress: Progress | None = None) -
     refusals: dict[int, str] = {}
     for index, row in enumerate(rows):
         try:
-            cases[index] = case_of(row)
+            cases[index] = case_of(row, engine)
         except RefusedError as error:
             refusals[index] = str(error)
     trace_all(cases.values(), say)
@@ -155,10 +170,10 @@ def validate(paths: Sequence[str | Path], *, progress: Progress | None = None) -
         say("pricing rows", done, len(rows))
         results[index] = _result(rows[index], cases.get(index), refusals.get(index, ""))
     say("pricing rows", len(rows), len(rows))
-    return Validation(results=tuple(results[index] for index in range(len(rows))))
+    return Validation(results=tuple(results[index] for index in range(len(rows))), remarks=remarks(paths, rows))
 
 
-def explain(paths: Sequence[str | Path], row_id: str) -> dict[str, Any]:
+def explain(paths: Sequence[str | Path], row_id: str, *, engine: str | None = None) -> dict[str, Any]:
     """The terms of one row's prediction, and what its step is made of.
 
     Raises:
@@ -169,10 +184,10 @@ def explain(paths: Sequence[str | Path], row_id: str) -> dict[str, Any]:
     if not found:
         raise RunError(f"no row has the id {row_id!r}")
     try:
-        case = case_of(found[0])
+        case = case_of(found[0], engine)
         prediction = predict(case)
     except RefusedError as error:
-        raise RunError(f"row {row_id} is not priced: {error}") from None
+        raise RunError(f"row {row_id} is not priced: {found[0].unreadable or error}") from None
     result = Result(row=found[0], case=case, prediction=prediction, measured_seconds=measured_seconds(case))
     return {
         "id": row_id,
@@ -187,6 +202,7 @@ def explain(paths: Sequence[str | Path], row_id: str) -> dict[str, Any]:
         "stage_peak_bytes": list(prediction.peak_bytes),
         "fits": prediction.fits,
         "notes": list(prediction.notes),
+        "engine": case.engine.name,
         "cluster": case.cluster.name,
         "links": [case.cluster.intra_node_link.name, case.cluster.inter_node_link.name],
         "num_microbatches": case.num_microbatches,
