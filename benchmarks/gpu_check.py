@@ -476,7 +476,7 @@ class Check:
         """The optimizer step and copies, into the profile."""
         profile, path = self.profile_of(Subject(model="", precision="bf16", micro_batches=(1,)))
         try:
-            profile = measure_here(
+            profile, _ = measure_here(
                 profile, ("optimizer", "copies"), budget_seconds=MACHINE_SECONDS,
                 keep=lambda found: self.keep(found, path), progress=lambda what, *_: self.progress(what),
             )  # fmt: skip

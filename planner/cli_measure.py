@@ -133,7 +133,9 @@ def measure(arguments: argparse.Namespace, progress: OnProgress) -> tuple[Profil
             )
     if what:
         budget = (1 - share) * arguments.budget
-        profile = measure_here(profile, what, budget_seconds=budget, keep=keep, progress=progress)
+        profile, is_cut = measure_here(profile, what, budget_seconds=budget, keep=keep, progress=progress)
+        if is_cut:
+            left.append(f"the budget ended while {', '.join(what)} were measured: run it again to go on")
     return profile, path, left
 
 

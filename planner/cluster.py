@@ -606,6 +606,13 @@ def _from_shorthand(text: str) -> Cluster:
     try:
         device = device_named(match[3])
     except ClusterError:
+        for preset in all_presets() if match[2] else ():
+            if _normal(match[3]) == _normal(preset.name):
+                count = int(match[1] or 1) * int(match[2]) * preset.num_nodes
+                raise ClusterError(
+                    f"{preset.name} is a whole cluster; for {match[2]} of them write "
+                    f"{count}x{preset.devices_per_node}x{preset.device.name}"
+                ) from None
         names = [cluster.name for cluster in all_presets()]
         names += [alias for device in all_devices() for alias in (device.name, *device.aliases)]
         hint = _nearest(match[3] if match[2] else text, names)

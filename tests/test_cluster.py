@@ -259,6 +259,7 @@ def test_a_number_without_a_source_is_refused():
     [
         ("2x8xB100", "no cluster or device is named 'B100'; nearest are .*H100"),
         ("dgx-a10", "nearest are dgx-a100"),
+        ("2xdgx-h100", "dgx-h100 is a whole cluster; for 2 of them write 2x8xH100-80GB"),
         ("qqqq", "no cluster or device is named 'qqqq'; write a preset"),
         ("", "name is empty"),
         ("0x8xH100", "at least 1"),

@@ -232,6 +232,8 @@ def test_workers_that_hang_are_killed(monkeypatch):
 def test_counts_that_cannot_be_are_refused():
     with pytest.raises(ClusterError, match="at least 1, got 0"):
         measure.local_cluster(num_processes=0)
+    with pytest.raises(ClusterError, match=r"more than a machine of .* cores can measure with; take at most"):
+        measure.local_cluster(num_processes=max(num_cores(), 16) + 1)  # at once, not after minutes
 
 
 def test_this_machine_has_cores_and_memory():

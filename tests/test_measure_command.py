@@ -43,7 +43,7 @@ def machine(monkeypatch, tmp_path):
             [collective_row("all_reduce", size, 1e-3 + size / 1e9, ranks=2) for size in (4096.0, 1e6, 3e7)]
         )
         keep(profile)
-        return profile
+        return profile, budget_seconds < 1
 
     monkeypatch.setattr(cli_measure, "local_cluster", lambda num_processes, progress: TWO_CORES)
     monkeypatch.setattr(cli_measure, "this_machine", lambda kind, processes: here)
@@ -82,6 +82,13 @@ def test_measured_once_and_planned_by(machine, capsys):
     assert measured.prediction.step_seconds > 2 * plain.prediction.step_seconds  # a millisecond for everything
     assert cli.main(["show", "measured.json"]) == 0
     assert "rests on measured times" in capsys.readouterr().out
+
+
+def test_a_budget_that_ended_among_the_collectives_is_said(machine, capsys):
+    assert cli.main(["measure", "--budget", "0.5s", "--out", "p.json"]) == 0
+    assert "the budget ended while collectives" in " ".join(capsys.readouterr().out.split())
+    assert cli.main(["measure", "--budget", "60s", "--out", "p.json"]) == 0
+    assert "the budget ended" not in capsys.readouterr().out
 
 
 def test_without_a_file_it_is_the_users_own(machine, capsys):

@@ -32,7 +32,7 @@ _COLLECTIVES = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "bro
 _OVERLAPPED = ("all_gather", "reduce_scatter", "all_reduce")
 _LEAST_REPEATS, _MOST_REPEATS = 5, 200
 _GRACE_SECONDS = 120.0
-_DONE = "done"
+_DONE, _CUT = "done", "cut"  # the last word of rank 0: all is measured, or the budget ended
 _OPTIMIZERS: dict[str, Callable[[list[torch.nn.Parameter]], torch.optim.Optimizer]] = {
     "adamw": lambda parameters: torch.optim.AdamW(parameters, lr=1e-3),
     "adam": lambda parameters: torch.optim.Adam(parameters, lr=1e-3),
@@ -293,8 +293,10 @@ def measure_here(
     budget_seconds: float,
     keep: Callable[[Profile], None],
     progress: Callable[[str, int, int], None],
-) -> Profile:
-    """The profile with rows of all devices (or cores) of this machine; `keep` is told after each row.
+) -> tuple[Profile, bool]:
+    """The profile with rows of all devices (or cores) of this machine, and whether the budget ended before they did.
+
+    `keep` is told after each row.
 
     Raises:
         ProfileError: a rank failed.
@@ -313,8 +315,8 @@ def measure_here(
             rank, line = wait(_GRACE_SECONDS)
             if rank < 0:
                 raise ProfileError(f"the ranks said nothing in {_GRACE_SECONDS:.0f} s; is this machine very busy?")
-            if line == _DONE:
-                return profile
+            if line in (_DONE, _CUT):
+                return profile, line == _CUT
             if rank == 0 and line.startswith("{"):
                 said = json.loads(line)
                 row = _ROWS[said["table"]](**said["row"])
@@ -339,12 +341,14 @@ def work(
         world_size=where.processes, timeout=timedelta(seconds=_GRACE_SECONDS),
     )  # fmt: skip
     keys = {(table, key) for table, key in known}
+    begin = time.monotonic()
     for row in measure_fabric(where, what, per_node=where.processes, budget_seconds=seconds, known=keys):
         if rank == 0:
             say(json.dumps({"table": type(row).__name__, "row": asdict(row)}))
+    is_cut = time.monotonic() - begin > seconds
     dist.barrier()
     if rank == 0:
-        say(_DONE)
+        say(_CUT if is_cut else _DONE)
     dist.destroy_process_group()
 
 

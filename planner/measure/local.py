@@ -97,6 +97,11 @@ def local_cluster(
     if torch.cuda.is_available():
         return _cuda_cluster(num_processes)
     count = num_processes or min(num_cores(), _MAX_PROCESSES)
+    if count > max(num_cores(), _MAX_PROCESSES):
+        raise ClusterError(
+            f"{count} processes are more than a machine of {num_cores()} cores can measure with; "
+            f"take at most {max(num_cores(), _MAX_PROCESSES)}"
+        )
     path = _cache_path(count) if use_cache and _cache_is_on() else None
     if int(os.environ.get("LOCAL_WORLD_SIZE", "1")) > 1:
         if path is None:

@@ -197,6 +197,6 @@ def scalar_loss(output: Any, batch: object, loss_fn: LossFunction | None, *, sou
             what = f"a {type(output).__name__} with {', '.join(map(str, output)) or 'nothing'}"
         raise ModelError(
             f"{origin} returns {what}; return a scalar loss, `.loss`, ['loss'] or (loss, ...), "
-            "or give loss_fn(output, batch) -> scalar mean"
+            "or give loss_fn(output, batch) -> scalar mean (in Python; a command takes models that return one)"
         )
     return loss.reshape(())
