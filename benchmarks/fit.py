@@ -56,14 +56,15 @@ ATTENTION_KINDS = ("attention_forward", "attention_backward")
 SIZES = [10 ** (exponent / 2) for exponent in range(14, 28)]  # FLOP of matrix products
 
 # Files that one device's constants are for, and files of devices without rows: the device of their class, the size of
-# products in units of its (by the peak), and their share of its rates (the card's clocks: see the files).
+# products in units of its (by the peak), and their share of its rates (the card's clocks: see the files). L4 was
+# measured at 1050 of 2040 MHz, as 72 W allow; RTX4090 has 450 W.
 FAMILIES: Mapping[str, tuple[str, ...]] = {
     "A100": ("a100-80gb", "a100-40gb"), "H100": ("h100-80gb", "h200"), "V100": ("v100-16gb", "v100-32gb"),
     "T4": ("t4",), "A10G": ("a10g",), "L4": ("l4",),
 }  # fmt: skip
 BY_CLASS: Mapping[str, tuple[str, float, float]] = {
     "a100-80gb-pcie": ("A100", 1.0, 0.86), "h100-80gb-pcie": ("H100", 1.0, 0.85), "b200": ("H100", 2.25, 1.0),
-    "rtx3090": ("A10G", 1.0, 1.0), "rtx4090": ("L4", 1.4, 1.0),
+    "rtx3090": ("A10G", 1.0, 1.0), "rtx4090": ("L4", 1.4, 2040 / 1050),
 }  # fmt: skip
 
 Floats = NDArray[np.float64]
