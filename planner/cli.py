@@ -372,7 +372,8 @@ def _positive(text: str) -> int:
 
 def _whole(text: str) -> int:
     if not (text.isascii() and text.isdigit()):
-        raise argparse.ArgumentTypeError(f"must be a whole number, is {text!r}")
+        what = "not be negative" if text[:1] == "-" and text[1:].isdigit() else "be a whole number"
+        raise argparse.ArgumentTypeError(f"must {what}, is {text!r}")
     if len(text) > len(str(LARGEST_COUNT)) or int(text) > LARGEST_COUNT:
         raise argparse.ArgumentTypeError(f"must be at most {LARGEST_COUNT}")
     return int(text)

@@ -183,6 +183,7 @@ def test_a_pinned_plan_that_does_not_fit_is_priced_and_says_so(cli, folder):
         (["nothing"], "invalid choice: 'nothing'"),
         (["plan"], "required: MODEL; see autoplan plan --help"),
         (["plan", "gpt2", "--global-batch", "x"], "--global-batch: must be a whole number, is 'x'"),
+        (["plan", "gpt2", "--seq", "-5"], "--seq: must not be negative, is '-5'"),
         (["plan", "gpt2", "--global-batch", "9" * 5000], "--global-batch: must be at most 1000000000"),
         (["plan", "gpt2", "--top", "0"], "--top: must be at least 1, is 0"),
         (["plan", "gpt2", "--seq", "-1"], "--seq"),

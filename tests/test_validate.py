@@ -494,6 +494,10 @@ def test_what_of_a_file_is_not_read_is_said(tmp_path, capsys):
     assert "no row that is priced was measured: there is nothing to compare" in told
     assert "columns that are not known are not read: 'iter_time_ms'" in told
     assert "1 ids occur more than once, and all of their rows count: own-1" in told
+    assert "UTF-8" not in told
+    path.write_bytes(path.read_bytes().replace(b"GPT tiny", b"GPT t\xefny"))
+    assert main(["validate", str(path)]) == 0
+    assert "rows.csv has bytes that are no UTF-8" in "".join(capsys.readouterr().out.split("\n"))
     path.write_text(lines[0] + "\n")
     assert main(["validate", str(path)]) == 1
     assert "rows.csv: has no rows below its header" in capsys.readouterr().err

@@ -141,14 +141,17 @@ def read_rows(paths: Sequence[str | Path]) -> tuple[Row, ...]:
 
 
 def remarks(paths: Sequence[str | Path], rows: Sequence[Row]) -> tuple[str, ...]:
-    """What a reader of the figures has to know of the files: columns that nobody reads, ids that occur again."""
+    """What a reader of the figures has to know of the files: what of them is not read, ids that occur again."""
     known = {"id", "outcome", *_COUNTS, *_NUMBERS, *_FLAGS, *_TEXTS}
     others: dict[str, None] = {}
+    broken = []
     for path in paths:
         with Path(path).open(encoding="utf-8-sig", newline="", errors="replace") as file:
             others |= dict.fromkeys(name for name in next(csv.reader(file), []) if name not in known)
+            if any("\N{REPLACEMENT CHARACTER}" in line for line in file):
+                broken.append(str(path))
     again = [name for name, count in Counter(row.id for row in rows).items() if count > 1]
-    told = []
+    told = [f"{path} has bytes that are no UTF-8, which are not read" for path in broken]
     if others:
         told.append(f"columns that are not known are not read: {', '.join(map(repr, others))}")
     if again:
