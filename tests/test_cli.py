@@ -545,7 +545,7 @@ def test_the_options_are_frozen():
                 "MODEL",
             ]
         ),
-        "validate": sorted([*always, "--explain", "--html", "FILE.csv"]),
+        "validate": sorted([*always, "--engine", "--explain", "--html", "FILE.csv"]),
         "models": sorted([*always, "NAME"]),
         "cluster": sorted([*always, "--nproc", "NAME"]),
     }

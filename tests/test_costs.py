@@ -144,7 +144,7 @@ def test_one_device_computes_and_nothing_else():
     forward = [k.phase == "forward" for k in graph.classes[1].kernels]
     launched = sum(forward) * cluster.device.dispatch_seconds
 
-    expected = phase_seconds(cluster.device, kernels[forward].sum(), sum(forward))
+    expected = phase_seconds(cluster.device, kernels[forward].sum(), sum(forward), num_blocks=1)
     assert costs.forward_seconds[1, 0] == pytest.approx(float(expected))
     assert costs.forward_seconds[1, 0] == pytest.approx(max(kernels[forward].sum(), launched), rel=0.19)
     assert costs.exposed_seconds.tolist() == np.zeros((6, 2)).tolist()
