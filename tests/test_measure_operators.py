@@ -176,10 +176,10 @@ def fake_rows(case, seconds=1e-3):
 
 
 class Ranks:
-    """Stands for the processes: rank r takes (1 + r) ms for everything."""
+    """Stands for the processes: rank r takes (1 + r) ms for everything, of each case `growth` times that of the last."""
 
-    def __init__(self, todo, fail=(), stop_after=None):
-        self.todo, self.fail, self.stop_after = todo, fail, stop_after
+    def __init__(self, todo, fail=(), stop_after=None, growth=1.0):
+        self.todo, self.fail, self.stop_after, self.growth = todo, fail, stop_after, growth
         self.started = 0
 
     @contextmanager
@@ -202,7 +202,7 @@ class Ranks:
                 if index in self.fail:
                     yield rank, json.dumps({"case": index, "error": "RuntimeError: out of memory"})
                     continue
-                passes = fake_rows(case, 1e-3 * (1 + rank))
+                passes = fake_rows(case, 1e-3 * (1 + rank) * self.growth**index)
                 rows = [asdict(row) for row in passes.operators]
                 yield rank, json.dumps({"case": index, "block": asdict(passes.block), "operators": rows})
 
@@ -228,6 +228,19 @@ def test_interrupted_and_resumed_gives_the_same_rows(graph, monkeypatch):
     assert resumed == whole
     assert resumed.row_keys() == whole.row_keys()
     assert {row.seconds for row in resumed.operators} == {2e-3}  # of the slower rank
+
+
+def test_going_on_changes_no_row_that_is_kept(graph, monkeypatch):
+    """Blocks share operators: what the first block took of one stays, however fast it is in a later block."""
+    todo = cases([(graph, {})], [1])
+    kept: list[Profile] = []
+    last = run(monkeypatch, todo, Profile(machine=MACHINE), kept, growth=2.0)
+
+    keys = [{row.key for row in fake_rows(case).operators} for case in todo]
+    assert sum(map(len, keys)) > len(set.union(*keys))
+    for profile in kept:
+        assert {*profile.operators} <= {*last.operators}
+        assert {*profile.blocks} <= {*last.blocks}
 
 
 def test_what_is_measured_is_not_measured_again(graph, monkeypatch):
