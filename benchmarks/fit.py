@@ -56,8 +56,8 @@ ATTENTION_KINDS = ("attention_forward", "attention_backward")
 SIZES = [10 ** (exponent / 2) for exponent in range(14, 28)]  # FLOP of matrix products
 
 # Files that one device's constants are for, and files of devices without rows: the device of their class, the size of
-# products in units of its (by the peak), and their share of its rates (the card's clocks: see the files). L4 was
-# measured at 1050 of 2040 MHz, as 72 W allow; RTX4090 has 450 W.
+# products in units of its (by the peak), and their share of its rates (the card's clocks: see the files). Mist's
+# authors fix L4 at 1050 of its 2040 MHz (README of Dazz993/Mist, step 2.2); RTX4090 is taken to keep its clock.
 FAMILIES: Mapping[str, tuple[str, ...]] = {
     "A100": ("a100-80gb", "a100-40gb"), "H100": ("h100-80gb", "h200"), "V100": ("v100-16gb", "v100-32gb"),
     "T4": ("t4",), "A10G": ("a10g",), "L4": ("l4",),
@@ -83,8 +83,8 @@ def constants() -> dict[str, Constant]:
     """All of them, by device or engine and field."""
     found: dict[str, Constant] = {}
     # Share of the peak of large products (Azure/AI-benchmarking-guide; Dazz993/Mist's interference data, products
-    # beside nothing: V100 105, A10G 62, L4 55 TFLOP/s) and the FLOP at which half of it is left. A10G and L4 were
-    # measured as the runs of mist and mist-aceso were: on the same machines, L4 at 1050 MHz.
+    # beside nothing: V100 105, A10G 62, L4 55 TFLOP/s) and the FLOP at which half of it is left. Those of
+    # A10G and L4 are by the authors of the runs of mist and mist-aceso, for kinds of machines that they used.
     for family, best, half, width in (
         ("A100", 0.87, 8e9, 0.1), ("H100", 0.75, 2e10, 0.1), ("V100", 0.84, 3e9, 0.1), ("T4", 0.5, 2e9, 0.15),
         ("A10G", 0.89, 4e9, 0.03), ("L4", 0.46, 3e9, 0.03),
@@ -438,7 +438,8 @@ def write(model: Model, fit: Fit, runs: Sequence[Run]) -> None:
         values = dict(model.part(f"device.{family}.", fit.x))
         values |= {"best": values["best"] * share, "half": values["half"] * size}
         values |= {kind: values[kind] * share for kind in ATTENTION_KINDS if kind in values and size == 1}
-        _write_device(stem, family, values, f"as {family}, {SOURCE}", is_measured=size == 1 and family in ATTENTION)
+        words = f"as {family}{f' at {share:.3g} times its share' if share != 1 else ''}, {SOURCE}"
+        _write_device(stem, family, values, words, is_measured=size == 1 and family in ATTENTION)
     # Only the grid on A100 has products of both kinds.
     for stem in (*(stem for files in FAMILIES.values() for stem in files), *BY_CLASS):
         path = DEVICES / f"{stem}.toml"

@@ -1,5 +1,7 @@
 """What ranks measure together, and what other programs measured."""
 
+from dataclasses import replace
+
 import pytest
 
 from planner.errors import ProfileError
@@ -135,3 +137,16 @@ def test_ranks_measure_together_and_agree(tmp_path):
     assert {type(row) for row in profile.optimizers} == {OptimizerRow}
     assert isinstance(overlap, OverlapRow)
     assert set(KINDS) >= {"collectives", "optimizer", "overlap"}
+
+
+@pytest.mark.distributed
+def test_that_the_budget_ended_is_told():
+    here = replace(MACHINE, processes=1)
+    found = {}
+    for seconds in (1e-6, 60.0):
+        found[seconds] = fabric.measure_here(
+            Profile(machine=here), ("optimizer",), budget_seconds=seconds, keep=lambda _: None, progress=lambda *_: None
+        )
+    (part, is_cut), (whole, is_whole_cut) = found.values()
+    assert (is_cut, is_whole_cut) == (True, False)
+    assert 0 < len(part.optimizers) < len(whole.optimizers)

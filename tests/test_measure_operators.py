@@ -176,7 +176,7 @@ def fake_rows(case, seconds=1e-3):
 
 
 class Ranks:
-    """Stands for the processes: rank r takes (1 + r) ms for everything, of each case `growth` times that of the last."""
+    """Stands for the processes: rank r takes (1 + r) ms for everything, each case `growth` times the last."""
 
     def __init__(self, todo, fail=(), stop_after=None, growth=1.0):
         self.todo, self.fail, self.stop_after, self.growth = todo, fail, stop_after, growth

@@ -266,6 +266,12 @@ def test_every_choice_has_its_price():
         assert seconds(notes=f"schedule {name}") < plain
 
 
+def test_experts_that_are_assumed_are_said():
+    told = {model: case_of(row(ep=2, model=model)).notes for model in ("GPT tiny", "GPT tiny 4experts")}
+    assert [note for note in told["GPT tiny"] if "experts" in note] == ["experts are not stated: 8, 1 for each token"]
+    assert not [note for note in told["GPT tiny 4experts"] if "experts" in note]
+
+
 def test_unfused_attention_takes_longer_and_keeps_the_scores():
     fused = predict(case_of(row(seq_len=64)))
     unfused_case = case_of(row(seq_len=64, flash_attention=False))
@@ -464,6 +470,8 @@ def test_the_command_prints_figures_by_source(tmp_path, capsys):
     assert {"median_ape", "mean_ape", "p90_ape", "bias", "tau", "regret"} <= set(data["time"])
     assert data["oom"] == {"tp": 0, "fp": 0, "fn": 1, "tn": 0}
     assert "own-2" in page.read_text()
+    assert "rows of sources that are not known are taken to have run on megatron" in page.read_text()
+    assert "[/bold] :fire: is not known" in page.read_text()
     assert main(["validate", str(path)]) == 0
     table = capsys.readouterr().out
     assert "own" in table
