@@ -438,8 +438,9 @@ def write(model: Model, fit: Fit, runs: Sequence[Run]) -> None:
         values = dict(model.part(f"device.{family}.", fit.x))
         values |= {"best": values["best"] * share, "half": values["half"] * size}
         values |= {kind: values[kind] * share for kind in ATTENTION_KINDS if kind in values and size == 1}
-        words = f"as {family}{f' at {share:.3g} times its share' if share != 1 else ''}, {SOURCE}"
-        _write_device(stem, family, values, words, is_measured=size == 1 and family in ATTENTION)
+        rates = f"as {family}{f' at {share:.3g} times its share' if share != 1 else ''}, {SOURCE}"
+        is_measured = size == 1 and family in ATTENTION
+        _write_device(stem, family, values, f"as {family}, {SOURCE}", rates=rates, is_measured=is_measured)
     # Only the grid on A100 has products of both kinds.
     for stem in (*(stem for files in FAMILIES.values() for stem in files), *BY_CLASS):
         path = DEVICES / f"{stem}.toml"
@@ -463,7 +464,9 @@ def _told(runs: Sequence[Run]) -> str:
     return ", ".join(f"{names.count(name)} of {name}" for name in sorted(set(names)))
 
 
-def _write_device(stem: str, family: str, values: Mapping[str, float], words: str, *, is_measured: bool = True) -> None:
+def _write_device(
+    stem: str, family: str, values: Mapping[str, float], words: str, *, rates: str = "", is_measured: bool = True
+) -> None:
     path = DEVICES / f"{stem}.toml"
     text = path.read_text(encoding="utf-8")
     curves = {"matmul": matmul_curve(values["best"], values["half"])}
@@ -472,7 +475,9 @@ def _write_device(stem: str, family: str, values: Mapping[str, float], words: st
     for kind, curve in curves.items():
         points = ", ".join(f"[{size:.4g}, {share:g}]" for size, share in curve.points)
         text = re.sub(rf"(?m)^{kind} = .*$", f"{kind} = [{points}]", text, count=1)
-    text = re.sub(r'(?m)^(efficiency = ".*?)matmul: .*?(?=\. [a-z_]+: |"$)', rf"\1matmul: {words}", text, count=1)
+    text = re.sub(
+        r'(?m)^(efficiency = ".*?)matmul: .*?(?=\. [a-z_]+: |"$)', rf"\1matmul: {rates or words}", text, count=1
+    )
     if len(curves) > 1:
         told = r"(attention(?:_forward|_backward)?): (?!times)"
         head, mark, tail = text.partition("\nefficiency = ")
