@@ -20,7 +20,7 @@ A strategy is a ZeRO stage with or without full recomputation. What overlaps wit
 The runtime has to start those gathers before the first receive; in the forward pass they would line up over the stages.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import NamedTuple
@@ -114,6 +114,7 @@ class Costs:
     state_bytes: Floats  # [L, S]
     gradient_bytes: Floats | None = None  # [L, S] of these, gradients; None: unknown, taken to be always there
     activation_bytes: Floats  # [L, S] per micro-batch in flight
+    received_bytes: Floats | None = None  # [L, S] of these, inputs that earlier blocks made; None: unknown, taken as 0
     transient_bytes: Floats  # [L, S] bound that holds between any neighbours
     working: Working  # [L, S] each: what the exact transient is made of
     hop_seconds: Floats  # [L - 1] one message over the cut, in one direction
@@ -166,8 +167,14 @@ class Costs:
 
     @property
     def cut_bytes(self) -> Floats:
-        """[L - 1] receive buffers of activations, all micro-batches, on the stage that receives."""
-        return self.num_microbatches * self.hop_bytes
+        """[L - 1] receive buffers of activations, all micro-batches, on the stage that receives.
+
+        Less what its first block is sure to keep of them: that is among its activations already.
+        """
+        buffers = self.num_microbatches * self.hop_bytes
+        if self.received_bytes is None or self.num_stages == 1:
+            return buffers
+        return np.asarray(buffers - int(self.in_flight[1:].min()) * self.received_bytes[1:].min(axis=1))
 
     @property
     def stage_seconds(self) -> float:
@@ -341,7 +348,8 @@ def price(
         tie_seconds=_tie_seconds(graph, mesh, policy, strategies, pipe),
         state_bytes=np.stack(state, axis=1),
         gradient_bytes=np.stack(gradients, axis=1),
-        activation_bytes=np.stack([blocks.input_bytes if s.recompute else blocks.saved for s in strategies], axis=1),
+        activation_bytes=np.stack([blocks.kept[:, s.recompute] for s in strategies], axis=1),
+        received_bytes=np.stack([blocks.received[:, s.recompute] for s in strategies], axis=1),
         transient_bytes=np.stack(_bounded(mesh, strategies, parts), axis=1),
         working=Working.stacked(parts),
         hop_seconds=_per_distinct(send_recv_seconds, hop_bytes, pipe),
@@ -454,8 +462,8 @@ class _Blocks:
 
     kernels: Floats  # [L, 2] seconds of kernels, forward and backward
     num_kernels: Floats  # [L, 2]
-    saved: Floats
-    input_bytes: Floats
+    kept: Floats  # [L, 2] from forward to backward, without and with recomputation
+    received: Floats  # [L, 2] of that, what earlier blocks made
     forward_peak: Floats
     backward_peak: Floats
     buffer_bytes: Floats
@@ -551,11 +559,12 @@ def _measured(graph: Same, device: Device, micro_batch: int) -> _Blocks:
     kinds = [block.class_index for block in model.blocks]
     classes = [model.classes[kind] for kind in kinds]
     prelude = kernel_seconds(device, model.prelude.kernels, micro_batch)
+    keeps = _keeps(model)
     return _Blocks(
         kernels=sums[kinds],
         num_kernels=counts[kinds],
-        saved=np.array([saved.at(micro_batch) for saved in _saved(model)]),
-        input_bytes=np.array([block.input_bytes.at(micro_batch) for block in model.blocks]),
+        kept=np.array([[num_bytes.at(micro_batch) for num_bytes in block.kept] for block in keeps]),
+        received=np.array([[num_bytes.at(micro_batch) for num_bytes in block.received] for block in keeps]),
         forward_peak=np.array([kind.forward_peak.at(micro_batch) for kind in classes]),
         backward_peak=np.array([kind.backward_peak.at(micro_batch) for kind in classes]),
         buffer_bytes=np.array([_total_bytes(model, block.buffers, micro_batch) for block in model.blocks]),
@@ -565,30 +574,39 @@ def _measured(graph: Same, device: Device, micro_batch: int) -> _Blocks:
 
 
 def _total_bytes(graph: Graph, tensors: Sequence[int], micro_batch: int) -> float:
-    return total(graph.tensors[tensor].num_bytes for tensor in tensors).at(micro_batch)
+    return _sum_bytes(graph, tensors).at(micro_batch)
 
 
-def _saved(graph: Graph) -> list[Affine]:
-    """Bytes that each block keeps without recomputation, such that any mix of strategies is covered.
+class _Keeps(NamedTuple):
+    """Bytes that a block keeps from forward to backward, without and with recomputation."""
+
+    kept: tuple[Affine, Affine]
+    received: tuple[Affine, Affine]  # of that, what earlier blocks made
+
+
+def _keeps(graph: Graph) -> list[_Keeps]:
+    """What each block keeps, such that any mix of strategies is covered.
 
     A tensor between blocks counts where it is first read and saved: there recomputation keeps it as well. Where no
-    reader saves it, it counts at the block that made it.
+    reader saves it, it counts at the block that made it, and at each that recomputes with it.
     """
-    saved_by_reader = {
-        tensor
-        for block in graph.blocks
-        for tensor, is_saved in zip(block.inputs, graph.classes[block.class_index].saves_input, strict=False)
-        if is_saved
-    }
+    readers = [dict(zip(b.inputs, graph.classes[b.class_index].saves_input, strict=False)) for b in graph.blocks]
+    saved_by_reader = {tensor for reads in readers for tensor, is_saved in reads.items() if is_saved}
     counted: set[int] = set()
     result = []
-    for block in graph.blocks:
+    for block, reads in zip(graph.blocks, readers, strict=True):
         kind = graph.classes[block.class_index]
-        kept = {t for t, is_saved in zip(block.inputs, kind.saves_input, strict=False) if is_saved} - counted
-        counted |= kept
-        kept |= {t for t, is_saved in zip(block.outputs, kind.saves_output, strict=False) if is_saved} - saved_by_reader
-        result.append(kind.saved + total(graph.tensors[t].num_bytes for t in sorted(kept)))
+        saved = {tensor for tensor in reads if reads[tensor]} - counted
+        again = set(block.inputs) - counted
+        counted |= saved
+        made = {t for t, is_saved in zip(block.outputs, kind.saves_output, strict=False) if is_saved} - saved_by_reader
+        received = (_sum_bytes(graph, saved), _sum_bytes(graph, again))
+        result.append(_Keeps((kind.saved + received[0] + _sum_bytes(graph, made), received[1]), received))
     return result
+
+
+def _sum_bytes(graph: Graph, tensors: Collection[int]) -> Affine:
+    return total(graph.tensors[tensor].num_bytes for tensor in sorted(tensors))
 
 
 @lru_cache(maxsize=256)
@@ -689,7 +707,7 @@ def _peaks(blocks: _Blocks, strategy: Strategy) -> tuple[Floats, Floats]:
     """Peaks of the passes; recomputation saves everything anew inside the backward pass."""
     if not strategy.recompute:
         return blocks.forward_peak, blocks.backward_peak
-    again = blocks.saved + np.maximum(blocks.forward_peak, blocks.backward_peak)
+    again = blocks.kept[:, 0] + np.maximum(blocks.forward_peak, blocks.backward_peak)
     return blocks.forward_peak, again
 
 

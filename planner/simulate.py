@@ -132,10 +132,13 @@ def peak_bytes(costs: Costs, stages: Sequence[Sequence[tuple[int, int]]]) -> tup
     result = []
     for p, part in enumerate(stages):
         at = _index(part)
+        kept = costs.activation_bytes[at]
+        if p and costs.received_bytes is not None:
+            kept[0] -= costs.received_bytes[part[0]]  # lies in the buffers of `boundary_bytes`
         result.append(
             stage_peak_bytes(
                 costs.state_bytes[at],
-                costs.activation_bytes[at],
+                kept,
                 costs.working.take(at),
                 in_flight=int(costs.in_flight[p]),
                 boundary_bytes=costs.boundary_bytes(p, part[0][0], part[-1][0] + 1),

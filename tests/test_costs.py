@@ -384,7 +384,9 @@ def test_a_cut_is_one_message_forward_and_one_back():
     pipe = axis_group(CLUSTER, {"pp": 2, "dp_shard": 8}, "pp")
 
     assert costs.cut_seconds == pytest.approx([2 * send_recv_seconds(num_bytes, pipe)] * 5)
-    assert costs.cut_bytes == pytest.approx([4 * num_bytes] * 5)
+    # Buffers of four micro-batches, one of which the last stage's first block has among its activations.
+    assert costs.cut_bytes == pytest.approx([3 * num_bytes] * 5)
+    assert priced(mesh=Mesh(pp=2, dp_shard=8), schedule="gpipe").cut_bytes == pytest.approx([0.0] * 5)
     # Behind stage 0: receive buffers of four gradients and the outputs of two micro-batches in flight.
     assert costs.capacity_bytes == pytest.approx(
         [CLUSTER.capacity_bytes - costs.input_bytes - 6 * num_bytes, CLUSTER.capacity_bytes - costs.input_bytes]
@@ -397,6 +399,17 @@ def test_activations_between_blocks_are_counted_once():
 
     assert costs.activation_bytes[0].tolist() == [0.0, 0.0] * 3
     assert costs.activation_bytes[1].tolist() == [17.0 * hidden, hidden] * 3
+
+
+def test_what_several_blocks_read_and_save_is_recomputed_from_once():
+    memory = GPT.blocks[1].outputs[0]  # as an encoder's output, which every layer of a decoder reads
+    classes = [replace(kind, saves_input=(*kind.saves_input, True)) for kind in GPT.classes]
+    blocks = [replace(b, inputs=(*b.inputs, memory)) if i in (3, 4) else b for i, b in enumerate(GPT.blocks)]
+    wide = priced(replace(GPT, classes=tuple(classes), blocks=tuple(blocks)), micro_batch=1)
+    narrow = priced(micro_batch=1)
+
+    # Layer 2 keeps it, as its only input; 3 and 4 have it from there.
+    assert wide.activation_bytes.tolist() == narrow.activation_bytes.tolist()
 
 
 def test_a_tied_parameter_counts_once_on_one_stage_and_on_each_of_two():

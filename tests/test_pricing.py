@@ -8,9 +8,10 @@ from torch.utils.flop_counter import FlopCounterMode, flop_registry
 
 from planner.errors import TraceError
 from planner.graph import Affine, Batch, Node, Ref, Tensor
+from planner.runtime.allocated import allocations, rise_bytes
 from planner.trace import trace
 from planner.trace.aten import freeze, operator_name, run_nodes
-from planner.trace.kernels import REPLACEMENTS
+from planner.trace.kernels import REPLACEMENTS, scratch_bytes
 from planner.trace.pricing import price_forward, price_module, price_nodes
 
 BATCH = 1009
@@ -525,6 +526,58 @@ def test_a_peak_that_parameters_make_at_small_batches_is_a_bound():
 
     for size in (1, 3, 9, 30, 100):
         assert price.forward_peak.at(size) >= max(400, 40 * size)
+
+
+@pytest.mark.skipif(not torch.backends.mkldnn.is_available(), reason="without oneDNN convolutions work otherwise")
+@pytest.mark.parametrize(
+    ("samples", "channels", "width", "kernel", "stride", "groups"),
+    [
+        (32, (3, 16), 32, 3, 1, 1),  # few channels are read as they lie
+        (32, (16, 16), 32, 3, 1, 1),
+        (32, (16, 32), 32, 3, 2, 1),
+        (64, (16, 64), 16, 1, 1, 1),
+        (64, (64, 16), 16, 1, 1, 1),
+        (32, (64, 128), 16, 1, 2, 1),
+        (32, (32, 32), 16, 3, 1, 32),
+    ],
+)
+def test_scratch_of_a_convolution_on_a_cpu_is_what_its_allocator_records(
+    samples, channels, width, kernel, stride, groups
+):
+    data = torch.randn(samples, channels[0], width, width)
+    weight = torch.randn(channels[1], channels[0] // groups, kernel, kernel)
+    options = (None, [stride] * 2, [kernel // 2] * 2, [1, 1], False, [0, 0], groups)
+    needs_input = channels[0] >= 16  # the first one of a model does not
+    gradient = torch.randn_like(torch.ops.aten.convolution(data, weight, *options))
+    calls = (
+        (torch.ops.aten.convolution.default, (data, weight, *options)),
+        (torch.ops.aten.convolution_backward.default,
+         (gradient, data, weight, [0], *options[1:], [needs_input, True, False])),
+    )  # fmt: skip
+    for operator_, arguments in calls:
+        operator_(*arguments)  # what is made once
+        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profiler:
+            out = operator_(*arguments)
+        records = allocations(profiler)
+        if records is None:
+            pytest.skip("this torch does not tell what it allocates")
+        results = sum(x.nbytes for x in ([out] if isinstance(out, torch.Tensor) else out) if x is not None)
+
+        scratch = scratch_bytes(operator_, arguments, {}, out)
+
+        assert scratch == pytest.approx(rise_bytes(records) - results, rel=0.03)
+
+
+def test_scratch_counts_at_the_peak_of_a_block():
+    module = nn.Conv2d(16, 16, 3, padding=1, bias=False)
+    block = Block(module, (None, 16, 8, 8))
+
+    on_cpu, on_cuda = block.price(device_kind="cpu"), block.price(device_kind="cuda")
+    sample = 4 * 16 * 8 * 8
+
+    assert on_cuda.forward_peak == Affine(0.0, sample)  # the result
+    assert on_cpu.forward_peak.at(9) == 2 * 9 * sample + 4 * 16 * 16 * 9  # and copies of input and weight
+    assert on_cpu.backward_peak.at(9) == on_cuda.backward_peak.at(9) + 2 * 9 * sample  # of input and gradient
 
 
 # --- linearity ---

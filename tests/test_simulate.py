@@ -30,6 +30,19 @@ def split(num_blocks, num_stages, strategy=0):
     return [[(i, strategy) for i in range(a, b)] for a, b in pairwise(cuts)]
 
 
+def test_a_stage_keeps_what_it_receives_in_the_buffer_that_it_came_in():
+    costs = replace(priced(mesh=Mesh(pp=2, dp_shard=8), schedule="gpipe"), gradient_bytes=None)
+    hidden = costs.hop_bytes[2]
+    strategy = next(i for i, s in enumerate(costs.strategies) if s.recompute)
+    stages = split(6, 2, strategy)
+
+    counted_twice = peak_bytes(replace(costs, received_bytes=None), stages)
+    peaks = peak_bytes(costs, stages)
+
+    assert peaks[0] == counted_twice[0]
+    assert peaks[1] == pytest.approx(counted_twice[1] - 4 * hidden)  # four micro-batches in flight
+
+
 # --- the pipeline ---------------------------------------------------------------------------------
 
 

@@ -36,6 +36,7 @@ from planner.trace.kernels import (
     Launched,
     device_of,
     launched,
+    scratch_bytes,
     storage_key,
     tensors_in,
 )
@@ -123,6 +124,9 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self.launches.append(_Launch(kernel, self.phase, self.owner))
         for tensor in tensors_in(out):
             self._track(tensor)
+        if scratch := scratch_bytes(func, args, kwargs, out):
+            taken = _Storage(scratch)
+            self.moments += [_Moment(taken, sign, self.owner, self.phase) for sign in (1, -1)]
         return out
 
     def runs_for(self) -> Owner:
