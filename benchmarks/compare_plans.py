@@ -8,8 +8,10 @@ recipes as plans: DDP, FSDP, the ZeRO stage by the number of GPUs, Megatron's te
 
 Plans are made as `autoplan run` makes them, from this machine and the model's operators as measured here. They are run
 by the trainer on processes of one thread each, one after the other, there and back, so that other programs disturb all
-alike; the first steps do not count. Cores change their speed within seconds (`planner.measure.pace`): a step's seconds
-are scaled to the pace at which this machine was measured; the summary has all figures by the clock alone, too.
+alike; the first steps do not count. Those that come close to the fastest are run some more times with the planner's
+choice: which of them is the fastest is what regret is about. Cores change their speed within seconds
+(`planner.measure.pace`): a step's seconds are scaled to the pace at which this machine was measured; the summary has
+all figures by the clock alone, too.
 `measured` is the median of the steps of a plan, `least` their lower quartile; errors are of the median. Of what a rank
 holds the most is taken from torch's own records of its allocator in steps of their own: parameters, gradients,
 optimizer states, activations and buffers; not the interpreter, code, and what the C library keeps back.
@@ -36,6 +38,7 @@ from datetime import timedelta
 from itertools import product
 from math import log
 from multiprocessing.connection import Connection, wait
+from operator import attrgetter
 from pathlib import Path
 from typing import Any, Protocol, cast
 
@@ -63,6 +66,8 @@ from planner.zoo.text import random_batch
 GROUP_TIMEOUT_SECONDS = 120.0
 PLAN_SECONDS = 300.0  # that a plan may take to be built and to train for some steps
 WARM_UP_STEPS = 3
+CLOSE = 0.15  # to the fastest plan
+CLOSE_TURNS = 6  # more for plans so close
 MEMORY_STEPS = 2  # before: then optimizer states are there
 SEED = 0
 
@@ -467,27 +472,45 @@ def measure(
 ) -> None:
     """Fill the rows in: steps of each plan, of half of them there and of the other half back, then memory.
 
-    Memory is last: what records it is to disturb no time.
+    The planner's choice and what is close to the fastest are taken more often before memory is, which is last: what
+    records it is to disturb no time.
 
     `pace` is that at which this machine was measured, as seconds of `planner.measure.pace`.
     """
-    halves = [half for half in (steps - steps // 2, steps // 2) if half]
-    for turn, count in enumerate(halves):
-        for row in rows if turn == 0 else rows[::-1]:
+
+    def turn(what: str, some: Sequence[Row], count: int) -> None:
+        for row in some:
             if row.failure:
                 continue
-            progress(f"turn {turn + 1} of {len(halves)}, {row.name}")
+            progress(f"{what}, {row.name}")
             with _noted(row):
                 found = pools[row.plan.devices].ask("train", row.plan.dumps(), count, limit_seconds=PLAN_SECONDS)
                 for of_ranks in zip(*found, strict=True):
                     seconds, paces = zip(*of_ranks, strict=True)
                     row.clock_seconds.append(max(seconds))
                     row.seconds.append(max(seconds) * pace / max(paces))
+
+    turn("first turn", rows, steps - steps // 2)
+    if steps > 1:
+        turn("second turn", rows[::-1], steps // 2)
+    few = close(rows)
+    for number in range(CLOSE_TURNS if len(few) > 1 else 0):
+        turn(f"the fastest, turn {number + 1} of {CLOSE_TURNS}", few[:: -1 if number % 2 else 1], steps - steps // 2)
     for row in rows if with_memory else ():
         if not row.failure:
             progress(f"memory of {row.name}")
             with _noted(row):
                 row.measured_bytes = pools[row.plan.devices].ask("memory", row.plan.dumps(), limit_seconds=PLAN_SECONDS)
+
+
+def close(rows: Sequence[Row]) -> list[Row]:
+    """The planner's choice and what comes close to the fastest, by one of both clocks."""
+    known = [row for row in rows if row.seconds and not row.failure]
+    found = {id(row): row for row in known if row.is_choice}
+    for seconds_of in (attrgetter("measured_seconds"), attrgetter("median_clock_seconds")):
+        best = min(map(seconds_of, known), default=0.0)
+        found |= {id(row): row for row in known if seconds_of(row) <= (1 + CLOSE) * best}
+    return [row for row in known if id(row) in found]
 
 
 @contextlib.contextmanager

@@ -89,8 +89,10 @@ def test_the_slowest_rank_counts_and_figures_are_of_the_median():
     bench.measure(found, {2: pool}, 4, lambda what: None, with_memory=True, pace=0.001)
     figures = bench.summary(found)
 
-    assert [row.clock_seconds for row in found] == [[6.0] * 4, [3.0] * 4, [12.0] * 4]
-    assert [row.seconds for row in found] == [[3.0] * 4, [1.5] * 4, [6.0] * 4]  # at half the pace it takes twice
+    more = 2 * bench.CLOSE_TURNS  # steps of the choice and of the fastest
+    assert [row.clock_seconds for row in found] == [[6.0] * (4 + more), [3.0] * (4 + more), [12.0] * 4]
+    # At half the pace it takes twice.
+    assert [row.seconds for row in found] == [[3.0] * (4 + more), [1.5] * (4 + more), [6.0] * 4]
     assert figures["by_clock"]["median_error"] == pytest.approx(0.5)
     assert figures["by_clock"]["regret"] == pytest.approx(1.0)
     assert found[0].error == pytest.approx(0.0)
@@ -99,7 +101,20 @@ def test_the_slowest_rank_counts_and_figures_are_of_the_median():
     assert figures["median_error"] == pytest.approx(0.0)
     assert figures["regret"] == pytest.approx(1.0)  # the choice takes 3 s, the best 1.5
     assert figures["memory_within_10_percent"] == pytest.approx(0.5)
-    assert pool.asked == ["train"] * 6 + ["memory"] * 3
+    assert pool.asked == ["train"] * (6 + more) + ["memory"] * 3
+
+
+def test_the_choice_and_what_is_close_to_the_fastest_by_one_of_the_clocks_is_run_more_often():
+    found = rows(1, 2, 3, 4, 5)
+    times = [(1.3, 1.6), (1.0, 1.4), (1.14, 1.4), (1.2, 1.1), (1.2, 1.0)]
+    for row, (seconds, clock) in zip(found, times, strict=True):
+        row.seconds, row.clock_seconds = [seconds], [clock]
+
+    assert [row.name for row in bench.close(found)] == ["1", "2", "3", "4", "5"]
+    assert [row.name for row in bench.close(found[:3])] == ["1", "2", "3"]
+    found[2].seconds = [1.16]
+    assert [row.name for row in bench.close([*found[1:3], found[4]])] == ["2", "5"]
+    assert bench.close(rows(1, 2)) == []
 
 
 def test_a_plan_that_fails_is_a_row_with_the_reason_and_is_not_run_again():
