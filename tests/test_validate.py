@@ -58,6 +58,25 @@ def write(path, rows):
 # --- rows -------------------------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize(
+    ("name", "known"), [("A100_80GB", True), ("RTX3090 Ti", True), ("NOTH100", False), ("T400", False)]
+)
+def test_a_gpus_name_is_a_word_and_no_part_of_one(name, known):
+    if known:
+        assert case_of(row(gpu=name)).cluster.device.name.startswith(name[:4])
+    else:
+        with pytest.raises(RefusedError, match=f"GPU {name} is not known"):
+            case_of(row(gpu=name))
+
+
+def test_samples_of_a_rank_that_the_micro_batch_does_not_divide_are_said():
+    made = case_of(row(global_batch=4, micro_batch=8, dp=2, pp=1, n_gpus=2))
+
+    assert (made.stages[0].micro_batch, made.num_microbatches) == (2, 1)
+    assert made.stages[0].micro_batch == 2
+    assert "2 samples of a rank are priced in micro-batches of 2, not of 8" in made.notes
+
+
 def test_rows_say_in_which_unit_and_of_what_kind_memory_was_measured():
     notes = "mem_unit=GB (1e9); mem_kind=torch max_memory_allocated on the LAST rank"
     told = row(peak_mem_gb=2.0, notes=notes)

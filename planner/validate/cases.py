@@ -330,7 +330,9 @@ def _batches(row: Row, source: Mapping[str, Any], dp: int, pp: int, notes: list[
         return int(micro_batch), int(samples // micro_batch), 1.0
     count = max(1, math.ceil(samples / micro_batch - 1e-9))
     if samples % count == 0:
-        return int(samples // count), count, 1.0
+        equal = int(samples // count)
+        notes.append(f"{samples:g} samples of a rank are priced in micro-batches of {equal}, not of {micro_batch:g}")
+        return equal, count, 1.0
     if not source.get("rounds_micro_batches") and samples > micro_batch:
         notes.append(f"{samples:g} samples of a rank are no multiple of the micro-batch {micro_batch}")
     return int(micro_batch), count, samples / (count * micro_batch)
