@@ -1,17 +1,17 @@
 """Ways to train a model on this machine: what the planner predicts of each beside what it takes.
 
-    python -m benchmarks.compare_plans MODEL [--ranks 1,2] [--plans 20] [--steps 10] [--global-batch 16] [--json]
+    python -m benchmarks.compare_plans MODEL [--ranks 1,2] [--plans 20] [--steps 12] [--global-batch 16] [--json]
 
 Of all plans that fit (devices; data, tensor and pipeline parallelism; ZeRO stage; recomputation; micro-batches;
 schedule) `--plans` are run that are spread over the predicted time, the planner's choice among them, and the usual
 recipes as plans: DDP, FSDP, the ZeRO stage by the number of GPUs, Megatron's tensor parallelism inside a node first.
 
 Plans are made as `autoplan run` makes them, from this machine and the model's operators as measured here. They are run
-by the trainer on processes of one thread each, one after the other, there and back, so that other programs disturb all
-alike; the first steps do not count. Those that come close to the fastest are run some more times with the planner's
-choice: which of them is the fastest is what regret is about. Cores change their speed within seconds
-(`planner.measure.pace`): a step's seconds are scaled to the pace at which this machine was measured; the summary has
-all figures by the clock alone, too.
+by the trainer on processes of one thread each, one after the other, there and back and again, so that other programs
+disturb all alike and none throughout; the first steps do not count. Those that come close to the fastest are run some
+more times with the planner's choice: which of them is the fastest is what regret is about. Cores change their speed
+within seconds (`planner.measure.pace`): a step's seconds are scaled to the pace at which this machine was measured; the
+summary has all figures by the clock alone, too.
 `measured` is the median of the steps of a plan, `least` their lower quartile; errors are of the median. Of what a rank
 holds the most is taken from torch's own records of its allocator in steps of their own: parameters, gradients,
 optimizer states, activations and buffers; not the interpreter, code, and what the C library keeps back.
@@ -65,7 +65,8 @@ from planner.zoo.text import random_batch
 
 GROUP_TIMEOUT_SECONDS = 120.0
 PLAN_SECONDS = 300.0  # that a plan may take to be built and to train for some steps
-WARM_UP_STEPS = 3
+WARM_UP_STEPS = 2
+TURNS = 4  # that the steps of a plan are spread over
 CLOSE = 0.15  # to the fastest plan
 CLOSE_TURNS = 6  # more for plans so close
 MEMORY_STEPS = 2  # before: then optimizer states are there
@@ -470,10 +471,10 @@ def compared(made: Planning, ranks: Sequence[int], count: int) -> list[Row]:
 def measure(
     rows: Sequence[Row], pools: Mapping[int, Asked], steps: int, progress: Any, *, with_memory: bool, pace: float
 ) -> None:
-    """Fill the rows in: steps of each plan, of half of them there and of the other half back, then memory.
+    """Fill the rows in: steps of each plan, in some turns there and back, then memory.
 
-    The planner's choice and what is close to the fastest are taken more often before memory is, which is last: what
-    records it is to disturb no time.
+    The planner's choice and what is close to the fastest are taken more often. Memory is last: what records it is to
+    disturb no time.
 
     `pace` is that at which this machine was measured, as seconds of `planner.measure.pace`.
     """
@@ -490,12 +491,12 @@ def measure(
                     row.clock_seconds.append(max(seconds))
                     row.seconds.append(max(seconds) * pace / max(paces))
 
-    turn("first turn", rows, steps - steps // 2)
-    if steps > 1:
-        turn("second turn", rows[::-1], steps // 2)
+    counts = [steps // TURNS + (number < steps % TURNS) for number in range(TURNS)]
+    for number, count in enumerate(filter(None, counts)):
+        turn(f"turn {number + 1} of {TURNS}", rows[:: -1 if number % 2 else 1], count)
     few = close(rows)
     for number in range(CLOSE_TURNS if len(few) > 1 else 0):
-        turn(f"the fastest, turn {number + 1} of {CLOSE_TURNS}", few[:: -1 if number % 2 else 1], steps - steps // 2)
+        turn(f"the fastest, turn {number + 1} of {CLOSE_TURNS}", few[:: -1 if number % 2 else 1], counts[0])
     for row in rows if with_memory else ():
         if not row.failure:
             progress(f"memory of {row.name}")
@@ -644,7 +645,7 @@ def main() -> None:
     parser.add_argument("model", metavar="MODEL", help="of the zoo, or a Hugging Face config.json")
     parser.add_argument("--ranks", default="1,2", help="numbers of processes to plan for (default 1,2)")
     parser.add_argument("--plans", type=int, default=20, help="besides the recipes (default 20)")
-    parser.add_argument("--steps", type=int, default=10, help="of each plan that count (default 10)")
+    parser.add_argument("--steps", type=int, default=12, help="of each plan that count (default 12)")
     parser.add_argument("--global-batch", type=int, default=16)
     parser.add_argument("--no-memory", action="store_true", help="time alone")
     parser.add_argument("--json", action="store_true")

@@ -38,7 +38,7 @@ from planner.runtime.launch import RankError, Terminated, Training, launch
 from planner.runtime.machine import this_machine
 from planner.runtime.phases import WARM_UP_STEPS
 from planner.runtime.weights import check_weights
-from planner.runtime.worker import Job, device_kind, memory_kind, num_local_devices
+from planner.runtime.worker import RANDOM_DATA, Job, device_kind, memory_kind, num_local_devices
 from planner.search import OBJECTIVES, SAMPLES_PER_DEVICE, Pins, Search, cluster_named, search_model
 from planner.search.measuring import Measuring, local_measuring
 from planner.trace import trace
@@ -752,6 +752,8 @@ def _run(arguments: argparse.Namespace) -> None:
         _print_json(_training_json(plan, training))
         return
     print(f"loss {training.losses[0]:.3f} -> {training.losses[-1]:.3f} in {len(training.losses)} steps")
+    if training.data == RANDOM_DATA:
+        print("batches were random values like the example batch: no loss means anything; --data trains on yours")
     print(training.check, end="\n\n")
     if training.record is not None:
         audited = audit(training.record)
@@ -780,6 +782,7 @@ def _training_json(plan: Plan, training: Training) -> dict[str, Any]:
         "peak_bytes_kind": memory_kind(),
         "audit": None if training.record is None else audit(training.record).to_dict(),
         "check": training.check,
+        "data": training.data,
         "expert_loads": training.expert_loads,
         "plan": plan.to_dict(),
     }

@@ -36,6 +36,9 @@ _CURVE = {
 }
 
 
+_PRECISIONS = (("bf16", "bfloat16"), ("fp32", "float32"), ("fp64", "float64"))  # those that can be planned
+
+
 def check_dtype(device: Device, dtype: str) -> None:
     """Refuse a compute dtype that the device has no arithmetic for.
 
@@ -43,10 +46,10 @@ def check_dtype(device: Device, dtype: str) -> None:
         ClusterError: the device lacks it.
     """
     if not device.supports(dtype):
+        known = [name for name, other in _PRECISIONS if device.supports(other)]
         raise ClusterError(
-            f"device {device.name} does not compute in {dtype}, only in "
-            f"{', '.join(sorted(device.peak_flop_per_second))}; "
-            "choose another precision or another device"
+            f"device {device.name} does not compute in {dtype}; "
+            f"choose precision {' or '.join(known)}, or another device"
         )
 
 

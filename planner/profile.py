@@ -482,9 +482,16 @@ def measured_cluster(cluster: Cluster, profile: Profile) -> Cluster:
             host_bytes_per_second=float(f"{largest / slowest:.4g}"),
             source={**device.source, "host_bytes_per_second": SOURCE},
         )
-    optimizers = _optimizer_seconds(profile.optimizers)
+    known = device.optimizer_seconds or {}
+    optimizers = {
+        name: _still_sharded(found, known.get(name)) for name, found in _optimizer_seconds(profile.optimizers).items()
+    }
     if optimizers:
-        device = replace(device, optimizer_seconds=optimizers, source={**device.source, "optimizer_seconds": SOURCE})
+        device = replace(
+            device,
+            optimizer_seconds={**known, **optimizers},
+            source={**device.source, "optimizer_seconds": SOURCE},
+        )
     return replace(cluster, device=device, intra_node_link=intra, inter_node_link=inter)
 
 
@@ -501,6 +508,14 @@ def _optimizer_seconds(rows: Sequence[OptimizerRow]) -> dict[str, OptimizerSecon
         rest = max(0.0, few.seconds - per_byte * width * few.elements)
         found[name] = OptimizerSeconds(float(f"{per_byte:.4g}"), float(f"{rest / few.tensors:.4g}"))
     return found
+
+
+def _still_sharded(found: OptimizerSeconds, known: OptimizerSeconds | None) -> OptimizerSeconds:
+    """With what a sharded tensor takes more than a plain one: the rows are of plain tensors."""
+    if known is None or known.per_sharded_tensor is None:
+        return found
+    more = max(0.0, known.per_sharded_tensor - known.per_tensor)
+    return found._replace(per_sharded_tensor=float(f"{found.per_tensor + more:.4g}"))
 
 
 _PCIE_OF_CAPABILITY = {"7": "pcie3", "8": "pcie4", "9": "pcie5", "10": "pcie5", "12": "pcie5"}

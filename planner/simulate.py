@@ -27,6 +27,7 @@ from planner.graph import Graph
 from planner.memory import stage_peak_bytes
 from planner.schedule import Action, actions
 
+_ROUNDING = 1e-12  # of a sum of seconds
 PARTS = ("compute", "communication", "bubble", "sync", "optimizer")
 
 
@@ -114,7 +115,8 @@ def simulate(
         "sync": costs.fixed_seconds + mean * (sum(stage.start_seconds for stage in passes) + sum(reduce) + sum(tied)),
         "optimizer": mean * sum(optimizer),
     }
-    parts["bubble"] = max(0.0, step - sum(parts.values()))
+    idle = step - sum(parts.values())
+    parts["bubble"] = idle if idle > _ROUNDING * step else 0.0
     return Simulation(
         step_seconds=step,
         bubble=parts["bubble"] / step if step else 0.0,

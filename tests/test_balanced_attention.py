@@ -19,13 +19,17 @@ BALANCED, MASKED = "planner.balanced_causal_attention.default", "planner.causal_
 LENGTH, HEAD, HEADS = 4096, 64, 8
 
 
-def attention(degree, length=LENGTH, *, dropout=0.0, keys=None, dtype="bfloat16", kv_heads=HEADS):
+def attention(
+    degree, length=LENGTH, *, dropout=0.0, keys=None, dtype="bfloat16", kv_heads=HEADS, width=HEAD, scale=None
+):
     """A causal attention of [samples, heads, length, head], and the option that splits its queries."""
     sizes = [(HEADS, length), (kv_heads, keys or length), (kv_heads, keys or length), (HEADS, length)]
     tensors = [
-        Tensor(name="", shape=(Batch(1), heads, size, HEAD), dtype=dtype, kind="activation") for heads, size in sizes
+        Tensor(name="", shape=(Batch(1), heads, size, wide), dtype=dtype, kind="activation")
+        for (heads, size), wide in zip(sizes, (width, width, HEAD, HEAD), strict=True)
     ]
-    kwargs = (("enable_gqa", True),) if kv_heads < HEADS else ()
+    given = {"enable_gqa": kv_heads < HEADS, "scale": scale}
+    kwargs = tuple((name, value) for name, value in given.items() if value)
     node = Node(
         name="n", op="aten.scaled_dot_product_attention.default",
         args=(Ref(0), Ref(1), Ref(2), None, dropout, True), kwargs=kwargs, outputs=(3,),
@@ -101,6 +105,14 @@ def test_on_a_gpu_it_is_a_fair_share_of_the_work_by_kernels_that_need_no_mask(de
     assert kernel in {k.op[: len(kernel)] for k in kind.kernels}
     made = {k.op for k in kind.kernels}
     assert not {op for op in made if "mask" in op or "tril" in op or "where" in op}, made
+
+
+def test_wider_queries_with_a_scale_of_their_own_have_a_price():
+    # As multi-latent attention has them.
+    kind = priced(2, width=96, scale=0.1)
+    made = sum(k.flop.at(2) for k in kind.kernels if k.kind == "attention" and k.phase == "backward")
+
+    assert made == pytest.approx(2.5 * 2 * 2 * HEADS * (96 + HEAD) * LENGTH**2 / 2 / 2, rel=1e-12)
 
 
 @pytest.mark.parametrize(

@@ -89,7 +89,7 @@ def test_the_slowest_rank_counts_and_figures_are_of_the_median():
     bench.measure(found, {2: pool}, 4, lambda what: None, with_memory=True, pace=0.001)
     figures = bench.summary(found)
 
-    more = 2 * bench.CLOSE_TURNS  # steps of the choice and of the fastest
+    more = bench.CLOSE_TURNS  # steps of the choice and of the fastest
     assert [row.clock_seconds for row in found] == [[6.0] * (4 + more), [3.0] * (4 + more), [12.0] * 4]
     # At half the pace it takes twice.
     assert [row.seconds for row in found] == [[3.0] * (4 + more), [1.5] * (4 + more), [6.0] * 4]
@@ -101,7 +101,7 @@ def test_the_slowest_rank_counts_and_figures_are_of_the_median():
     assert figures["median_error"] == pytest.approx(0.0)
     assert figures["regret"] == pytest.approx(1.0)  # the choice takes 3 s, the best 1.5
     assert figures["memory_within_10_percent"] == pytest.approx(0.5)
-    assert pool.asked == ["train"] * (6 + more) + ["memory"] * 3
+    assert pool.asked == ["train"] * (3 * bench.TURNS + 2 * more) + ["memory"] * 3
 
 
 def test_the_choice_and_what_is_close_to_the_fastest_by_one_of_the_clocks_is_run_more_often():
@@ -124,7 +124,7 @@ def test_a_plan_that_fails_is_a_row_with_the_reason_and_is_not_run_again():
 
     assert found[1].failure == "rank 1: out of memory"
     assert [len(row.seconds) for row in found] == [4, 0, 4]
-    assert len(pool.asked) == 5
+    assert len(pool.asked) == 2 * bench.TURNS + 1
     assert bench.summary(found)["failed"] == 1
 
 

@@ -487,3 +487,37 @@ def test_a_width_near_the_traced_batch_is_no_number_of_the_batch():
             return self.linear(x).view(-1, 10, 100).square().mean() + self.linear(x)[:, 990:].mean()
 
     assert not trace(Wide(), {"x": torch.randn(3, 4)}).fallbacks
+
+
+def test_the_function_of_torch_that_looks_at_values_is_named():
+    class Masked(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            layer = nn.TransformerEncoderLayer(8, 2, 16, batch_first=True)
+            self.encoder = nn.TransformerEncoder(layer, 2, enable_nested_tensor=False)
+
+        def forward(self, x):
+            return self.encoder(x, mask=nn.Transformer.generate_square_subsequent_mask(x.shape[1])).square().mean()
+
+    first = trace(Masked(), {"x": torch.randn(4, 5, 8)}).fallbacks[0]
+
+    assert "in _detect_is_causal_mask of torch/nn/modules/transformer.py, line " in first.reason
+    assert Path(first.source.rpartition(":")[0]).name == HERE
+
+
+def test_what_is_not_cast_is_said_with_what_to_do():
+    class Scaled(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.mix = nn.Conv1d(4, 4, 1)
+            self.register_buffer("table", torch.ones(4, 3))
+
+        def forward(self, x):
+            return self.mix(x * self.table).mean()
+
+    batch = {"x": torch.randn(2, 4, 3)}
+    with pytest.raises(
+        ModelError, match=r"in bfloat16, buffers and what .* to\(x.dtype\) for example, or plan in fp32"
+    ):
+        trace(Scaled(), batch, precision="bf16")
+    assert not trace(Scaled(), batch, precision="fp32").fallbacks

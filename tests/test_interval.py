@@ -140,6 +140,18 @@ def test_ties_are_marked_and_explained():
     assert "tied" not in alone
 
 
+def test_a_peak_that_may_not_fit_is_marked_and_explained():
+    near, far = (replace(predicted(1.0), peak_bytes=(share * 1e9,), capacity_bytes=1e9) for share in (0.99, 0.5))
+    cluster = Cluster.load("1x4xA100-80GB")
+
+    marked = printed(report.ranking([replace(PLAN, prediction=with_interval(p)) for p in (near, far)], cluster=cluster))
+    plain = printed(report.ranking([replace(PLAN, prediction=with_interval(far))], cluster=cluster))
+
+    assert [" ? " in line for line in marked.splitlines() if "dp 2" in line] == [True, False]
+    assert "? fits, but with a peak so much off it does not" in marked
+    assert "?" not in plain
+
+
 def test_diff_says_of_two_files_that_they_are_tied(tmp_path, capsys):
     for name, seconds in (("one", 1.0), ("close", 1.02), ("far", 2.0)):
         replace(PLAN, prediction=with_interval(predicted(seconds))).save(tmp_path / name)

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from planner.cluster import Cluster
+from planner.cluster import Cluster, OptimizerSeconds
 from planner.collectives import all_reduce_seconds, axis_group, send_recv_seconds
 from planner.costs import least_seconds, price
 from planner.errors import ProfileError
@@ -326,6 +326,24 @@ def test_collectives_are_priced_as_they_were_measured():
     assert cluster.inter_node_link == A100.inter_node_link
     assert cluster.fingerprint != A100.fingerprint
     assert Cluster.from_dict(json.loads(cluster.to_json())) == cluster
+
+
+def test_a_profile_of_plain_tensors_leaves_what_sharded_ones_take_more():
+    known = {"adamw": OptimizerSeconds(1e-9, 2e-5, 5e-5), "sgd": OptimizerSeconds(1e-9, 1e-5, 4e-5)}
+    base = replace(A100, device=replace(A100.device, optimizer_seconds=known))
+    rows = [
+        OptimizerRow(
+            optimizer="adamw", dtype="float32", elements=elements, tensors=10, seconds=1e-3 + elements * 4e-9,
+            spread=0.0, repeats=5,
+        )
+        for elements in (1000, 1_000_000)
+    ]  # fmt: skip
+
+    found = measured_cluster(base, Profile(machine=MACHINE).with_rows(rows)).device.optimizer_seconds
+
+    assert found is not None
+    assert found["adamw"] == pytest.approx((1e-9, 1e-4, 1.3e-4), rel=1e-3)
+    assert found["sgd"] == known["sgd"]
 
 
 def test_overlap_and_copies_become_the_devices():

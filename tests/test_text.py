@@ -32,6 +32,7 @@ def test_random_values_stay_in_the_range_of_the_example():
         "mask": torch.ones(2, 2, dtype=torch.int64),
         "labels": torch.tensor([[-100, 7], [8, 7]]),
         "images": torch.zeros(2, 3, 4, dtype=torch.float64),
+        "clicked": torch.tensor([0.0, 1.0]),
         "flag": torch.tensor([True, True]),
         "table": torch.arange(5),
     }
@@ -45,6 +46,7 @@ def test_random_values_stay_in_the_range_of_the_example():
     assert batch["images"].shape == (300, 3, 4)
     assert batch["images"].dtype == torch.float64
     assert batch["images"].std().item() == pytest.approx(1, abs=0.1)
+    assert set(batch["clicked"].unique().tolist()) == {0.0, 1.0}
     assert batch["flag"].all()
     assert batch["flag"].shape == (300,)
     assert torch.equal(batch["table"], torch.arange(5))

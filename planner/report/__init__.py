@@ -89,7 +89,7 @@ def ranking(plans: Sequence[Plan], *, cluster: Cluster, tied: Sequence[bool] = (
         table.add_column(heading, justify="right", no_wrap=True)
     for rank, plan in enumerate(plans, 1):
         prediction = plan.prediction
-        peak = format_bytes(max(prediction.peak_bytes))
+        peak = format_bytes(max(prediction.peak_bytes)) + (" ?" if _may_not_fit(prediction) else "")
         table.add_row(
             f"{rank}=" if any(tied[rank - 1 : rank]) else str(rank),
             describe_layout(plan),
@@ -119,6 +119,8 @@ def interval_lines(plans: Sequence[Plan], tied: Sequence[bool] = ()) -> list[str
     known = residuals("step", first.measured_share)
     behind = f"{known.sources} published sources, each left out" if known.rows else "an estimate"
     lines = [f"8 of 10 measured steps are {step} off ({behind}), peaks {peak}"] if step and peak else []
+    if any(_may_not_fit(plan.prediction) for plan in plans):
+        lines.append("? fits, but with a peak so much off it does not")
     rivals = [plan.prediction for plan, is_tied in zip(plans, tied, strict=False) if is_tied]
     if rivals:
         most = max(math.expm1(known_difference(first, other)) for other in rivals)
@@ -193,8 +195,13 @@ def _peak_interval(prediction: Prediction) -> str:
     low, high = prediction.peak_bytes_low, prediction.peak_bytes_high
     if low is None or high is None:
         return ""
-    over = ", which may not fit" if prediction.fits and high > prediction.capacity_bytes else ""
+    over = ", which may not fit" if _may_not_fit(prediction) else ""
     return f", with a peak of {format_bytes(low)} to {format_bytes(high)}{over}"
+
+
+def _may_not_fit(prediction: Prediction) -> bool:
+    high = prediction.peak_bytes_high
+    return prediction.fits and high is not None and high > prediction.capacity_bytes
 
 
 def ring_text(ring: RingAttention) -> str:

@@ -31,7 +31,8 @@ _LOG_TAIL = 4000  # characters of torchrun's own words, where no rank left any
 class Training:
     """What was measured: loss of each step, seconds of a step (median), peak bytes of each rank (None: not known).
 
-    `check` is what the self-check before training found, in words; `expert_loads` the tokens of each expert by layer.
+    `check` is what the self-check before training found, in words; `expert_loads` the tokens of each expert by layer;
+    `data` where batches came from: the user's loader, "text" or "random".
     `record` has the phases of the steps; None if there were too few.
     """
 
@@ -39,6 +40,7 @@ class Training:
     measured_step_seconds: float
     peak_bytes: tuple[int | None, ...]
     check: str
+    data: str
     expert_loads: Mapping[str, list[int]] = field(default_factory=dict)
     record: RunRecord | None = None
 
@@ -91,6 +93,7 @@ def launch(job: Job, plan: Plan, on_step: Callable[[int, float, float], None]) -
             measured_step_seconds=result["measured_step_seconds"],
             peak_bytes=tuple(result["peak_bytes"]),
             check=result["check"],
+            data=result["data"],
             expert_loads=result["expert_loads"],
             record=None if (record := result["record"]) is None else RunRecord.from_dict(record),
         )

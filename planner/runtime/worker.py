@@ -35,6 +35,7 @@ from planner.zoo.text import TEXT_VOCABULARY, continued_text_batch, masked_text_
 
 _MOST_CPU_RANKS = 64
 _LARGE_MODEL_PARAMETERS = 10**9  # from here on no rank holds the whole model
+RANDOM_DATA = "random"  # where batches come from, if nothing better is known
 _MEMORY_STEP = 1  # the second, of warm-up: optimizer states are there
 
 
@@ -142,6 +143,7 @@ def _train(job: Job, folder: Path, rank: int) -> None:
     if job.needs_experts and not expert_layers(graph):
         raise PlanError(f"{plan.model} has no grouped products of experts to count; leave out --count-experts")
     dist.init_process_group("nccl" if device_kind() == "cuda" else "gloo")
+    data = job.data or ("text" if _text_vocabulary(loaded, graph) else RANDOM_DATA)
     batches = _batches(job, loaded, graph, plan)
     first = next(batches)
     trainer = apply_plan(
@@ -191,6 +193,7 @@ def _train(job: Job, folder: Path, rank: int) -> None:
             "peak_bytes": peaks,
             "check": str(trainer.check or "self-check: off"),
             "expert_loads": expert_loads,
+            "data": data,
         }
         (folder / "result.json").write_text(json.dumps(result), encoding="utf-8")
     dist.barrier()

@@ -160,6 +160,8 @@ def search_model(
     chosen = precision or default_precision(place)
     if chosen != "fp64" and any(p.dtype == float64 for p in model.parameters()):
         notes.append(f"the model has float64 parameters, which are trained in fp32: precision is {chosen}")
+    if precision is None and chosen == "fp32" and device_kind == "cuda":
+        notes.append(f"{place.device.name} does not compute in bf16, and fp16 cannot be planned: precision is fp32")
     notes += [
         f"{line}: the model's own checkpoint is not run; the plan decides what is recomputed"
         for line in graph.checkpoints

@@ -10,6 +10,7 @@ custom autograd Functions, tensor hooks, backward hooks, parametrizations.
 import contextlib
 import copy
 import inspect
+import os
 import re
 import traceback
 import warnings
@@ -352,15 +353,24 @@ def _runs_at(size: int, model: nn.Module, batch: object, dtype: torch.dtype, los
     if error := failure(num_samples(batch)):
         source = user_line(list(traceback.extract_tb(error.__traceback__)))
         place = "" if source == UNKNOWN else f"{source}: "
-        hint = _HINT if isinstance(error, TypeError) and _TAKES_LESS.search(str(error)) else ""
+        hint = f"its forward takes {_parameters_of(model)}"
+        if isinstance(error, TypeError) and _TAKES_LESS.search(str(error)):
+            hint += _HINT
+        elif dtype != torch.float32 and _MIXES_DTYPES.search(str(error)):
+            hint = _CAST_HINT.format(dtype=str(dtype).removeprefix("torch."))
         raise ModelError(
             f"the model does not run on the batch {describe(batch, dtype)}: {place}{type(error).__name__}: "
-            f"{first_line(error)}; its forward takes {_parameters_of(model)}{hint}"
+            f"{first_line(error)}; {hint}"
         ) from error
     return failure(size) is None
 
 
 _TAKES_LESS = re.compile(r"forward\(\) (takes .* positional|got an unexpected keyword)")
+_MIXES_DTYPES = re.compile(r"dtype|should be the same|BFloat16|Half")
+_CAST_HINT = (
+    "parameters and the batch's floats are computed with in {dtype}, buffers and what forward makes are not cast: "
+    "cast them, .to(x.dtype) for example, or plan in fp32"
+)
 _HINT = "; entries that forward does not take are those of a loss_fn(output, batch), labels for example: give one"
 
 
@@ -378,6 +388,7 @@ def _export_failure(error: Exception) -> Fallback:
     elif isinstance(error, DataDependentOutputException | GuardOnDataDependentSymNode):
         reason = (
             "forward turns the value of a tensor into a Python number, by .item(), float() or a branch, for example"
+            f"{_inside_torch(error)}"
         )
     elif isinstance(error, ListOfValuesError):
         reason = "forward turns a tensor into a list of Python numbers"
@@ -386,3 +397,13 @@ def _export_failure(error: Exception) -> Fallback:
         reason=reason,
         cure=f"keep branches and sizes in forward independent of tensor values, {TRAINS_WITHOUT}",
     )
+
+
+def _inside_torch(error: Exception) -> str:
+    """Which function of torch.nn did it, if one that the user's line calls."""
+    for frame in reversed(traceback.extract_tb(error.__traceback__)):
+        if is_user_file(frame.filename):
+            return ""
+        if "torch/nn/" in (path := frame.filename.replace(os.sep, "/")) and "_call_impl" not in frame.name:
+            return f", in {frame.name} of torch/nn/{path.rpartition('torch/nn/')[2]}, line {frame.lineno}"
+    return ""

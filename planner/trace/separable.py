@@ -36,6 +36,7 @@ ALONG_DIM = {
     "topk",
 }  # fmt: skip
 INDEX = {"index", "index_select", "gather", "take", "take_along_dim", "index_put", "scatter", "scatter_add"}
+BAG = {"embedding_bag": 1, "_embedding_bag": 1}  # sum parts of the rows that this argument names
 # Operators that normalise over the last dims, as many as `normalized_shape` names.
 NORMALISE_LAST = {"layer_norm", "native_layer_norm", "rms_norm", "_fused_rms_norm"}
 # Operators with windows over the last dims, as many as their names say: `conv2d`, `max_pool1d_with_indices`.
@@ -52,6 +53,7 @@ class State:
     degree: int | None = 0
     why: str = ""
     is_position: bool = False  # the numbers of the samples, fit to index with and for nothing else
+    starts_of: Batch | None = None  # of as many rows, those at which equal parts begin, one for each sample
 
 
 @dataclass(frozen=True, slots=True)
@@ -200,6 +202,21 @@ def _takes_shape_only(name: str) -> bool:
     return name.endswith("_like") or name.startswith("new_")
 
 
+def _starts(node: Node, tensors: Sequence[Tensor]) -> Batch | None:
+    """`rows` of `arange(0, rows, step)` where each sample has one element."""
+    limits = [arg for arg in node.args if isinstance(arg, int | Batch) and not isinstance(arg, bool)]
+    begin, end, step = {1: [0, *limits, 1], 2: [*limits, 1], 3: limits}.get(len(limits), [1, 0, 1])
+    made = node.outputs[0]
+    if begin != 0 or not isinstance(end, Batch) or made is None or tensors[made].shape != (Batch(1),):
+        return None
+    return end if end.per_sample == step else None
+
+
+def _shape(node: Node, position: int, tensors: Sequence[Tensor]) -> tuple[int | Batch, ...]:
+    arg = node.args[position] if len(node.args) > position else None
+    return tensors[arg.tensor].shape if isinstance(arg, Ref) else ()
+
+
 def _name(node: Node) -> str:
     """`mul` of `aten.mul_.Tensor`."""
     return node.op.split(".")[1].rstrip("_") if node.op.count(".") > 1 else node.op
@@ -220,7 +237,8 @@ def _result(
     moving = [] if _takes_shape_only(name) else [(t, state) for t, state in operands if state.depends]
     if not moving and name == "arange" and is_batched:
         why = f"{node.source}: forward computes with the positions of samples in a batch"
-        return State(depends=True, is_given=True, degree=None, why=why, is_position=True)
+        starts_of = _starts(node, tensors)
+        return State(depends=True, is_given=True, degree=None, why=why, is_position=True, starts_of=starts_of)
     if name not in ("mul", "div", "arange") and _has_batch_as_value(node):
         why = f"{node.source}: {name} computes with the number of samples"
         return State(depends=True, is_given=is_given, degree=None, why=why)
@@ -232,6 +250,9 @@ def _result(
             why = f"{node.source}: {name} picks samples of a batch by number"
             return State(depends=True, is_given=is_given, degree=None, why=why)
         moving = [(t, state) for t, state in moving if not state.is_position] or moving
+    if name in BAG:
+        rows = _shape(node, BAG[name], tensors)[:1]
+        moving = [(t, state) for t, state in moving if not rows or (state.starts_of,) != rows]
 
     def none(reason: str) -> State:
         return State(depends=True, is_given=is_given, degree=None, why=f"{node.source}: {reason}")

@@ -74,7 +74,8 @@ def random_batch(
     """A batch like `example` with `global_batch` samples: same keys, dtypes and other dims, on the CPU.
 
     Integers lie between the smallest and the largest of the example's (where it is on `meta`, below `vocabulary`);
-    where the example holds negative ones, such as labels to ignore, its own values are drawn again. Floats are normal.
+    where the example holds negative ones, such as labels to ignore, its own values are drawn again. So are floats, as
+    a label of 0 or 1 must stay one of both; where the example has no two of them, or is on `meta`, they are normal.
     A tensor whose first dim is not the batch, which is that of the first tensor, is taken over as it is.
 
     Raises:
@@ -97,14 +98,14 @@ def random_batch(
 
 def _random_like(example: Tensor, global_batch: int, generator: np.random.Generator, vocabulary: int) -> Tensor:
     shape = (global_batch, *example.shape[1:])
-    if example.is_floating_point():
-        return torch.from_numpy(generator.standard_normal(shape)).to(example.dtype)
-    if example.is_meta:
+    if example.is_meta and not example.is_floating_point():
         return torch.from_numpy(generator.integers(0, vocabulary, size=shape)).to(example.dtype)
-    known = example.detach().cpu().flatten()
+    known = torch.empty(0) if example.is_meta else example.detach().cpu().flatten()
+    if example.is_floating_point() and not (known.isfinite().all() and (known != known[:1]).any()):
+        return torch.from_numpy(generator.standard_normal(shape)).to(example.dtype)
     if known.numel() == 0:
         return torch.zeros(shape, dtype=example.dtype)
-    if example.dtype == torch.bool or int(known.min()) < 0:
+    if example.is_floating_point() or example.dtype == torch.bool or int(known.min()) < 0:
         drawn = torch.from_numpy(generator.integers(0, known.numel(), size=int(np.prod(shape))))
         return known[drawn].reshape(shape)
     low, high = int(known.min()), int(known.max())
