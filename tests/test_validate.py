@@ -495,6 +495,15 @@ def test_the_command_prints_figures_by_source(tmp_path, capsys):
     table = capsys.readouterr().out
     assert "own" in table
     assert "1 rows are not priced: GPU [/bold] :fire: is not known" in table
+    assert "(other-2)" in table
+    each = {found["id"]: found for found in data["each"]}
+    assert list(each) == ["own-1", "own-2", "other-1", "other-2"]
+    assert each["other-1"]["measured_seconds"] == 0.2
+    assert each["other-1"]["time_error"] == pytest.approx(each["other-1"]["predicted_seconds"] / 0.2 - 1)
+    assert (each["other-1"]["outcome"], each["other-1"]["fits"], each["other-1"]["refused"]) == ("oom", True, "")
+    assert (each["other-2"]["predicted_seconds"], each["other-2"]["refused"]) == (None, data_reason)
+    line = next(line for line in table.splitlines() if line.startswith("other-1"))
+    assert f"{each['other-1']['time_error']:+.1%}" in line
 
 
 def test_what_runs_of_a_source_that_is_not_known_ran_on_is_said_and_can_be_given(tmp_path, capsys):
@@ -510,6 +519,13 @@ def test_what_runs_of_a_source_that_is_not_known_ran_on_is_said_and_can_be_given
     assert "1 rows of sources that are not known are taken to have run on megatron" in capsys.readouterr().out
     assert main(["validate", str(path), "--engine", "mine"]) != 0
     assert "no engine is named 'mine'; known are" in capsys.readouterr().err
+
+
+def test_a_rate_that_gives_no_time_is_said(tmp_path, capsys):
+    path = write(tmp_path / "rows.csv", [row(iter_time_s=None, tflops_per_gpu=120.0), row(id="own-2")])
+    assert main(["validate", str(path)]) == 0
+    told = " ".join(capsys.readouterr().out.split())
+    assert "1 rows state tflops_per_gpu or mfu alone and are not compared" in told
 
 
 def test_what_of_a_file_is_not_read_is_said(tmp_path, capsys):

@@ -7,10 +7,14 @@ from typing import Any
 
 from rich import box
 from rich.console import Group, RenderableType
+from rich.markup import escape as escape_markup
 from rich.table import Table
+
+from planner.units import format_bytes, format_seconds
 
 FIGURES = ("median_ape", "mean_ape", "p90_ape", "bias")
 RANKINGS = ("tau", "regret")
+_FEW_ROWS = 20
 _SIZE, _MARGIN = 520, 46  # of the plot, in pixels
 
 
@@ -26,12 +30,35 @@ def accuracy_table(data: Mapping[str, Any]) -> RenderableType:
     for place, (name, part) in enumerate(parts, 2):
         table.add_row(name, *accuracy_cells(part), end_section=place == len(parts))
     told = accuracy_remarks(data)
-    return Group(table, *([""] if told else []), *told)
+    few: list[RenderableType] = [_rows_table(data["each"]), ""] if len(data["each"]) <= _FEW_ROWS else []
+    return Group(*few, table, *([""] if told else []), *told)
+
+
+def _rows_table(rows: Sequence[Mapping[str, Any]]) -> Table:
+    """Each row, where there are few."""
+    table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), show_edge=False)
+    table.add_column("row")
+    for heading in ("measured", "predicted", "error", "peak", "predicted", "error", "outcome", "fits"):
+        table.add_column(heading, justify="right", no_wrap=True)
+    for row in rows:
+        seconds = [
+            format_seconds(value) if (value := row[key]) else "" for key in ("measured_seconds", "predicted_seconds")
+        ]
+        peaks = [format_bytes(value) if (value := row[key]) else "" for key in ("measured_bytes", "predicted_bytes")]
+        fits = "" if row["fits"] is None else "yes" if row["fits"] else "no"
+        table.add_row(
+            escape_markup(row["id"]), *seconds, _signed(row["time_error"]), *peaks, _signed(row["memory_error"]),
+            escape_markup(row["outcome"] or ""), fits,
+        )  # fmt: skip
+    return table
 
 
 def accuracy_remarks(data: Mapping[str, Any]) -> list[str]:
     """What has to be known beside the figures, a sentence each."""
-    told = [f"{count} rows are not priced: {reason}" for reason, count in data["refused"]["reasons"].items()]
+    told = []
+    for reason, count in data["refused"]["reasons"].items():
+        ids = [row["id"] for row in data["each"] if row["refused"] == reason]
+        told.append(f"{count} rows are not priced: {reason} ({', '.join([*ids[:3], *(['...'] if count > 3 else [])])})")
     told += [
         f"{count} rows of sources that are not known are taken to have run on {engine}; --engine names another"
         for engine, count in data["assumed_engines"].items()
@@ -109,6 +136,10 @@ def _plot(rows: Sequence[tuple[str, str, float, float]]) -> str:
 
 def _percent(share: float | None) -> str:
     return "" if share is None else f"{100 * share:.1f}"
+
+
+def _signed(share: float | None) -> str:
+    return "" if share is None else f"{share:+.1%}"
 
 
 def _number(value: float | None) -> str:

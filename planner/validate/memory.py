@@ -107,7 +107,10 @@ def stage_memory(case: Case, stage: StageCase, p: int, priced: Priced, weights: 
     short_lived += max(0.0, by.step_bytes * own - in_passes)
     if by.loads_whole and zero == 3:  # beside a rank's own part, before the first step
         short_lived += max(0.0, parameters * priced.groups.shards.num_ranks - in_passes)
-    buffers = _buffers(case, costs, p, held, flying)
+    received = costs.received_bytes
+    assert received is not None
+    kept = weights * ((1 - share) * received[:, plain] + share * received[:, again])
+    buffers = _buffers(case, costs, p, held, flying, kept)
     hopper = float(case.cluster.device.compute_capability) >= 9
     buffers += by.hopper_workspace_bytes if hopper else by.workspace_bytes
     device = case.cluster.device
@@ -247,11 +250,11 @@ def _transient(
     return np.where(held, found, 0.0), float((part.reduction * held).max())
 
 
-def _buffers(case: Case, costs: Costs, p: int, held: NDArray[np.bool_], flying: float) -> float:
-    """Messages between stages, and the batch."""
+def _buffers(case: Case, costs: Costs, p: int, held: NDArray[np.bool_], flying: float, kept: Floats) -> float:
+    """Messages between stages, less those of all that the first block has `kept` [L]; and the batch."""
     first, end = int(np.flatnonzero(held)[0]), int(np.flatnonzero(held)[-1]) + 1
     if case.engine.receives_all_at_once:
-        return float(costs.boundary_bytes(p, first, end))
+        return float(costs.boundary_bytes(p, first, end) - (flying * kept[first] if p else 0.0))
     hops = costs.hop_bytes
     received = float(hops[first - 1]) if p and first else 0.0
     sent = float(hops[end - 1]) if p < case.pp - 1 and end <= len(hops) else 0.0

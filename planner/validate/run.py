@@ -47,6 +47,22 @@ class Result:
             return None
         return self.prediction.memory_bytes(self.row.memory_kind) / measured - 1
 
+    def to_dict(self) -> dict[str, Any]:
+        """As JSON holds it; what is not known is null."""
+        made = self.prediction
+        return {
+            "id": self.row.id,
+            "refused": self.refusal,
+            "measured_seconds": self.measured_seconds,
+            "predicted_seconds": made and made.seconds,
+            "time_error": self.time_error,
+            "measured_bytes": self.row.peak_memory_bytes,
+            "predicted_bytes": made and made.memory_bytes(self.row.memory_kind),
+            "memory_error": self.memory_error,
+            "outcome": self.row.outcome,
+            "fits": made and made.fits,
+        }
+
 
 @dataclass(frozen=True, kw_only=True)
 class Summary:
@@ -109,6 +125,7 @@ class Validation:
             "assumed_engines": self.assumed_engines,
             "remarks": list(self.remarks),
             "by_source": sources,
+            "each": [result.to_dict() for result in self.results],
         }
 
 
@@ -170,7 +187,19 @@ def validate(paths: Sequence[str | Path], *, engine: str | None = None, progress
         say("pricing rows", done, len(rows))
         results[index] = _result(rows[index], cases.get(index), refusals.get(index, ""))
     say("pricing rows", len(rows), len(rows))
-    return Validation(results=tuple(results[index] for index in range(len(rows))), remarks=remarks(paths, rows))
+    told = [*remarks(paths, rows), *_not_compared(results.values())]
+    return Validation(results=tuple(results[index] for index in range(len(rows))), remarks=tuple(told))
+
+
+def _not_compared(results: Iterable[Result]) -> list[str]:
+    """Rows with a figure of speed that says nothing of seconds, as sources count FLOP in several ways."""
+    count = sum(
+        result.prediction is not None and not result.measured_seconds and bool(row.tflops_per_gpu or row.mfu)
+        for result in results
+        for row in (result.row,)
+    )
+    said = "state tflops_per_gpu or mfu alone and are not compared, as sources count FLOP in several ways"
+    return [f"{count} rows {said}; give iter_time_s, samples_per_s or tokens_per_s_per_gpu"] if count else []
 
 
 def explain(paths: Sequence[str | Path], row_id: str, *, engine: str | None = None) -> dict[str, Any]:
