@@ -138,6 +138,7 @@ def test_the_losses_are_those_of_one_rank_whatever_the_plan(cli, folder):
     assert 4 < alone["losses"][-1] < alone["losses"][0] < 6  # of 256 bytes: ln(256) = 5.5
     for result in (alone, sharded, pipelined):
         assert {"losses", "predicted_step_seconds", "measured_step_seconds", "peak_bytes"} <= set(result)
+        assert result["data"] == "text"
         assert len(result["peak_bytes"]) == result["plan"]["devices"]
         assert result["measured_step_seconds"] > 0
         assert result["predicted_step_seconds"] == result["plan"]["step_seconds"]

@@ -31,10 +31,12 @@ Progress = Callable[[str, int, int], None]  # what, done, of
 def run_micro_batches(global_batch: int) -> tuple[int, ...]:
     """Micro-batches to measure for a run: what lies between is interpolated.
 
-    >>> run_micro_batches(16), run_micro_batches(6)
-    ((1, 4, 16), (1, 4, 6))
+    Two is among them, as torch has kernels of its own for one sample (convolutions).
+
+    >>> run_micro_batches(16), run_micro_batches(6), run_micro_batches(1)
+    ((1, 2, 4, 16), (1, 2, 4, 6), (1,))
     """
-    sizes = {global_batch}
+    sizes = {global_batch, min(2, global_batch)}
     size = 1
     while size < global_batch:
         sizes.add(size)
