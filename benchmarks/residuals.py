@@ -9,8 +9,8 @@ model, cluster and global batch, whose predictions are within a factor of 1.5 of
 allocated. Also printed is how often the measured order of two such runs is the predicted one, by how far apart the
 predictions are. With --write the quantiles go to profiles/published/residuals.toml. What was not looked at stays there.
 
-With --compared the same of what `benchmarks.compare_plans --json` measured on a machine, by its own profile: every file
-is a source, all its plans are one group.
+With --compared the same of what `benchmarks.compare_plans --json` measured on a machine, by its own profile: every
+model is a source, all plans of a file are one group.
 """
 
 import argparse
@@ -194,7 +194,9 @@ def compared_tables(paths: Sequence[Path]) -> dict[str, str]:
             predicted = row["predicted_seconds"]
             residuals.append((model, math.log(row["clock_seconds"] / predicted)))
             steps.append(
-                Step(source=model, group=model, predicted_seconds=predicted, measured_seconds=row["measured_seconds"])
+                Step(
+                    source=model, group=path.stem, predicted_seconds=predicted, measured_seconds=row["measured_seconds"]
+                )
             )
             memory += [(model, -math.log1p(error)) for error in row["memory_errors"]]
     return _tables(
