@@ -328,18 +328,20 @@ def test_collectives_are_priced_as_they_were_measured():
     assert Cluster.from_dict(json.loads(cluster.to_json())) == cluster
 
 
+OPTIMIZER_ROWS = [
+    OptimizerRow(
+        optimizer="adamw", dtype="float32", elements=elements, tensors=10, seconds=1e-3 + elements * 4e-9,
+        spread=0.0, repeats=5,
+    )
+    for elements in (1000, 1_000_000)
+]  # fmt: skip
+
+
 def test_a_profile_of_plain_tensors_leaves_what_sharded_ones_take_more():
     known = {"adamw": OptimizerSeconds(1e-9, 2e-5, 5e-5), "sgd": OptimizerSeconds(1e-9, 1e-5, 4e-5)}
     base = replace(A100, device=replace(A100.device, optimizer_seconds=known))
-    rows = [
-        OptimizerRow(
-            optimizer="adamw", dtype="float32", elements=elements, tensors=10, seconds=1e-3 + elements * 4e-9,
-            spread=0.0, repeats=5,
-        )
-        for elements in (1000, 1_000_000)
-    ]  # fmt: skip
 
-    found = measured_cluster(base, Profile(machine=MACHINE).with_rows(rows)).device.optimizer_seconds
+    found = measured_cluster(base, Profile(machine=MACHINE).with_rows(OPTIMIZER_ROWS)).device.optimizer_seconds
 
     assert found is not None
     assert found["adamw"] == pytest.approx((1e-9, 1e-4, 1.3e-4), rel=1e-3)
@@ -355,16 +357,9 @@ def test_overlap_and_copies_become_the_devices():
 
 
 def test_a_step_of_an_optimizer_takes_what_was_measured():
-    rows = [
-        OptimizerRow(
-            optimizer="adamw", dtype="float32", elements=elements, tensors=10, seconds=1e-3 + elements * 4e-9,
-            spread=0.0, repeats=5,
-        )
-        for elements in (1000, 1_000_000)
-    ]  # fmt: skip
     graph = gpt_graph(num_layers=2)
 
-    cluster = measured_cluster(A100, Profile(machine=MACHINE).with_rows(rows))
+    cluster = measured_cluster(A100, Profile(machine=MACHINE).with_rows(OPTIMIZER_ROWS))
 
     options: dict[str, Any] = {
         "mesh": Mesh(), "micro_batch": 1, "num_microbatches": 1, "schedule": "gpipe", "precision": "fp32",

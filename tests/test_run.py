@@ -214,6 +214,7 @@ def test_a_factory_trains_on_the_users_own_data(cli, folder):
     result = _train(cli, "own.py:make", *ON_TWO, "--steps", 3, "--fix", "dp=2", "--data", "own.py:batches", "--seed", 3)
 
     assert result["plan"]["model"] == "own-make"
+    assert result["data"].endswith("own.py:batches")
     assert len(set(result["losses"])) == 3
 
 

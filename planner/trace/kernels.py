@@ -416,7 +416,7 @@ def _cuda_attention(
         keeps_sum = any(t.requires_grad for t in (query, key, value))
         if to_lower_right:
             query, key, value = (t.transpose(1, 2) for t in (query, key, value))
-            # Without `scale`, of which no price depends: torch's backward for fake tensors mistakes it (2.11 to 2.13).
+            # Without `scale`, of which no price depends: torch's backward for fake tensors mistakes it (seen in 2.13).
             found = aten._efficient_attention_forward(
                 query, key, value, None, None, None, None, None, dropout_p, _LOWER_RIGHT, keeps_sum
             )
