@@ -151,6 +151,7 @@ def test_training_by_a_plan_file_in_text(cli, folder):
     assert outcome.code == 0
     assert outcome.out.startswith("resnet-tiny on two-cores: 1 device")
     assert re.search(r"^loss [\d.]+ -> [\d.]+ in 4 steps$", outcome.out, re.M)
+    assert "batches were random values like the example batch" in outcome.out  # images
     assert re.search(r"^step +[\d.]+ m?s +[\d.]+ m?s +[\d.]+$", outcome.out, re.M)
     assert re.search(r"^peak memory \(allocated by torch\) +[\d.]+ .iB", outcome.out, re.M)
     assert re.fullmatch(r"(step \d of 4  loss \d+\.\d{3}  \d+\.\d{3} s\n){4}", outcome.err)
